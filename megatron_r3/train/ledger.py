@@ -23,14 +23,14 @@ from megatron_r3.train.progress import Progress
 
 
 def policy_name(info: StoreInfo) -> str:
-    """16 hex digits for the policy that sampled; empty where the store does not tell it."""
+    """16 hex digits for the policy that sampled; empty if the store has no stamp."""
     if not any(info.policy):
         return ""
     return short_digest(repr(info.policy))
 
 
 class Ledger:
-    """What a training has used so far, this process's copy of it.
+    """This process's copy of what a training has used so far.
 
     Attributes:
         start: the sample of the training that is the first one of the store.
@@ -45,14 +45,14 @@ class Ledger:
         self.old_pass = ""
 
     def begin(self) -> str:
-        """Compare the store with what the loaded checkpoint has used; once, after it was loaded.
+        """Compare the store with what the loaded checkpoint has used. Called once, after the load.
 
         Returns:
-            What to tell the user, or nothing.
+            A notice for the user; empty if there is none.
 
         Raises:
-            StoreError: the store has lost or changed a shard since, the samples have another order
-                now, or another store comes from a policy that was trained on before.
+            StoreError: the store has lost or changed a shard since the checkpoint, sample numbers
+                now name other rollouts, or another store's policy was trained on before.
         """
         consumed = self.progress.consumed_samples
         remembered = self.progress.remembered() if consumed else []
@@ -67,19 +67,20 @@ class Ledger:
             if remembered:
                 self._check_other(remembered)
                 notice = (
-                    f"another store than before: begins at its first rollout, sample {consumed}"
+                    "another store than before: training begins at its first rollout, which is "
+                    f"sample {consumed} of the training"
                 )
             elif consumed:
                 notice = (
-                    "the checkpoint does not say which rollouts it was trained on: begins at the "
-                    f"first rollout, sample {consumed}"
+                    "the checkpoint does not say which rollouts it was trained on: training begins "
+                    f"at the first rollout, which is sample {consumed} of the training"
                 )
         self.entries.append({})
         self.note()
         return notice
 
     def note(self) -> None:
-        """Write down the shards that are open, unless none came since the last call."""
+        """Note the open shards for the next checkpoint, if any came since the last call."""
         index = self.store.index
         # a shard never changes and is never taken away, so the number says whether any came
         if len(self.entries[-1].get("shards", ())) == len(index.table):
@@ -96,7 +97,11 @@ class Ledger:
         self.progress.remember(self.entries)
 
     def note_pass(self, number: str) -> None:
-        """Write down which pass of the old policy the updates from now on go on from."""
+        """Note for the next checkpoint the old policy's pass from which the coming updates start.
+
+        Args:
+            number: of the pass.
+        """
         self.old_pass = self.entries[-1]["old_pass"] = number
         self.progress.remember(self.entries)
 
@@ -113,10 +118,9 @@ class Ledger:
         return self.options.use.schedule.used(self.consumed() + more)
 
     def _continues(self, last: dict[str, Any]) -> bool:
-        """Whether the store is meant to be the one that was used last, whole or not.
+        """Whether this is the store that was used last, even if shards of it are lost or changed.
 
-        It is the same where a directory has the same path, and where a shard has the same content
-        although the store was moved.
+        It is if a directory has the same path, or, after a move, a shard has the same content.
         """
         paths = {*self.store.index.resolved}
         identities = {identity for _, identity, _ in last["shards"]}
@@ -131,10 +135,10 @@ class Ledger:
                 f"but only {consumed} samples are counted as used: begin anew with --finetune"
             )
         again = (
-            "train on the store as it was, or begin anew with --finetune; new rollouts belong into "
+            "train on the store as it was, or begin anew with --finetune; new rollouts belong in "
             "another directory"
         )
-        # A followed store may be a copy that is still under way: wait for what was there before.
+        # A followed store may be a copy in progress: wait for the shards of the checkpoint.
         if self.options.follow_s is not None:
             self.store.wait_for(sum(rollouts for _, _, rollouts in last["shards"]) - 1)
         now = self.store.index.identities()
@@ -142,26 +146,26 @@ class Ledger:
         if last["order"] != self.options.sample_order:
             raise StoreError(
                 f"{where}: the checkpoint took its samples as {last['order']}, this training as "
-                f"{self.options.sample_order}, so it would repeat some and leave others "
-                "out: give the earlier options again, or begin anew with --finetune"
+                f"{self.options.sample_order}, so it would use some rollouts again and "
+                "leave others out: give the earlier options again, or begin anew with --finetune"
             )
         rollouts = sum(rollouts for _, _, rollouts in last["shards"])
-        # Sample i is rollout i modulo the number of rollouts. Within the first epoch of a store
-        # that grew, the numbers name the same rollouts as before. Beyond it they do not: of 128
-        # rollouts sample 130 was rollout 2, of 256 it is rollout 130.
+        # Sample i is rollout i modulo the number of rollouts. When a store has grown, the samples
+        # of the first epoch are the same rollouts as before, and later ones are not: with 128
+        # rollouts sample 130 is rollout 2, with 256 it is rollout 130.
         grown = len(now) > len(last["shards"])
         used = self.options.use.schedule.used(consumed - last["start"])
         in_order = last["order"].startswith("single") and "packs" not in last["order"]
         whole_epoch = used > rollouts or not in_order
         if grown and self.options.follow_s is None and whole_epoch:
             raise StoreError(
-                f"{where}: the store has grown since the checkpoint, which had used all of "
-                f"it, or used it in packs or shuffled: sample numbers now name other "
-                f"rollouts; {again}"
+                f"{where}: the store has grown since the checkpoint, which had begun a second "
+                "epoch, or used --rollouts-pack or --dataloader-type cyclic: sample numbers now "
+                f"name other rollouts; {again}"
             )
 
     def _check_shards(self, last: dict[str, Any], now: list[str], where: str, again: str) -> None:
-        """Refuse a store in which a shard of the checkpoint is gone, or another one."""
+        """Refuse a store in which a shard of the checkpoint is gone or has other content."""
         for index, (name, identity, _) in enumerate(last["shards"]):
             if index >= len(now):
                 raise StoreError(

@@ -39,7 +39,7 @@ class Prepared:
 
     Attributes:
         batch: the fields that the model and the loss take.
-        rollouts: those of the whole micro-batch, by their index in the store.
+        rollouts: the indices in the store of the whole micro-batch's rollouts.
         routes: None where no layer replays or is compared.
         plan: None where the dispatchers have to learn their sizes on the device.
         kept: what the sampler kept when it drew each label, in the order of the batch; None where
@@ -54,14 +54,14 @@ class Prepared:
 
 
 class Preparer:
-    """Makes what one model chunk of this rank needs of a batch, on the host.
+    """Prepares on the host what one model chunk of this rank needs of a batch.
 
     Args:
         store: the rollouts.
         layout: which tokens of a batch this rank holds.
         routes: reads and plans the chunk's routes; None where no layer replays or is compared.
-        old: the old policy's routes, for tokens that take those; None where none of them are
-            recorded, because one update uses a collection: these tokens choose live, once.
+        old: the record of the old policy's routes, for tokens that take them. None if there is no
+            pass: with one update on a collection these tokens route live.
         reads_kept: whether the chunk's loss needs what the sampler kept of the vocabulary.
         replays: whether routers take routes; else they are live, and only compared.
     """
@@ -86,7 +86,7 @@ class Preparer:
 
         Args:
             with_plan: whether to plan the dispatch, where a dispatcher asks for a plan.
-            for_old_pass: whether it is for the pass that records the old policy's routes.
+            for_old_pass: whether the batch is for the pass that records the old policy's routes.
         """
         batch = self.layout.split(whole, SEQUENCE_FIELDS)
         rollouts = self.store.rollouts_of(whole["rows"].numpy())
@@ -112,8 +112,8 @@ class Preparer:
 
         Args:
             source_T: indices of `SOURCES`.
-            routes: changed in place, in the packed memory.
-            collection: whose record has the old policy's routes. None: it is being made now.
+            routes: changed in place.
+            collection: the one whose old routes are taken. None: the pass is recording them now.
         """
         live_T = source_T != _ROLLOUT
         if collection is not None and self.old is not None and (source_T == _OLD_POLICY).any():
@@ -123,7 +123,7 @@ class Preparer:
         routes.live_T[live_T & ~routes.padding_T] = True
 
     def _take_old(self, routes: HostRoutes, here_T: np.ndarray) -> None:
-        """Write the old policy's routes of some tokens in the place of their rollouts' routes."""
+        """Replace the routes of some tokens, which their rollouts had, by the old policy's."""
         assert self.old is not None
         assert self.routes is not None
         for index, layer in enumerate(self.routes.layer_numbers):
@@ -136,11 +136,11 @@ _alive: WeakSet[Lookahead] = WeakSet()
 
 @atexit.register
 def end_all() -> None:
-    """End the threads of all Lookaheads. Python calls this before it ends the process.
+    """End the threads of all Lookaheads. Python calls this function when the process exits.
 
-    A thread that is still inside of torch then would be ended in the middle of C++ code, and C++
-    ends the process for it: "terminate called without an active exception", status 134, after a
-    training that went well.
+    A thread that is inside torch at that moment would be killed in the middle of C++ code, which
+    aborts the process after a training that went well: "terminate called without an active
+    exception", status 134.
     """
     for lookahead in list(_alive):
         lookahead.end()
@@ -149,11 +149,11 @@ def end_all() -> None:
 class Lookahead:
     """An iterator that prepares in a thread what another iterator brings, ahead of its use.
 
-    It stands inside Megatron's RerunDataIterator, which keeps what it was handed and hands it out
-    again where a step is run twice.
+    `RolloutStep` puts one inside Megatron's RerunDataIterator, which keeps the prepared
+    micro-batches and hands them out again if a step is run twice.
 
     Args:
-        batches: what is prepared.
+        batches: the batches to prepare.
         prepare: prepares one batch.
         cancel: ends a wait inside `prepare`; called when the thread is to end.
     """
@@ -176,12 +176,12 @@ class Lookahead:
         self._thread.start()
 
     def end(self) -> None:
-        """End the thread when it has prepared what it is at; wait for that, at most END_S."""
+        """Have the thread end after its current micro-batch; wait for the end, at most END_S."""
         self._ending = True
         self._cancel()
         deadline = time.monotonic() + END_S
         while self._thread.is_alive() and time.monotonic() < deadline:
-            try:  # the thread may wait for room in the queue
+            try:  # the thread may be waiting for room in the queue
                 self._ready.get_nowait()
             except queue.Empty:
                 self._thread.join(0.01)

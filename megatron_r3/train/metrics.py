@@ -1,7 +1,7 @@
-"""Report how often the live router would have chosen otherwise, with Megatron's own writers.
+"""Report what a step measured (router mismatch, update, load) with Megatron's own writers.
 
-`training_log` asks for a report in every iteration. The counts stay on the device until then. They
-are summed over all ranks, so a share is exact in every layout. docs/metrics.md has the formulas.
+`training_log` asks for a report in every iteration. The counts stay on the device until the report
+sums them over all ranks, so a share is exact in every layout. docs/metrics.md has the formulas.
 
 Shape suffixes (docs/glossary.md): J, T, Y.
 """
@@ -34,15 +34,15 @@ class StepMetrics:
 
     Args:
         num_layers: decoder layers of the whole model.
-        log_file: to which rank 0 appends a JSON line in each step; None for none.
+        log_file: the file to which rank 0 appends a JSON line in each step; None for none.
         prefix: of the names that are logged.
 
     Attributes:
         update: what the policy update did.
-        measures_update: whether that is reported for this step, the same on all ranks.
-        begins_collection: whether this is the first step on its collection. In later ones the
-            trainer has moved away from the rollouts, which is no fault of their rows: alarms look
-            at first steps only.
+        measures_update: whether `update` is reported for this step; the same on all ranks.
+        begins_collection: whether this is the first step on its collection. Only then are alarms
+            raised: in later steps the trainer has moved away from the rollouts, which would look
+            like wrong rows.
     """
 
     def __init__(self, num_layers: int, log_file: str | None = None, prefix: str = "") -> None:
@@ -58,7 +58,7 @@ class StepMetrics:
         self._started = 0.0
 
     def start(self) -> None:
-        """Note that a micro-batch is there: at the first one a step starts."""
+        """Start the clock of the step, at its first micro-batch; later calls do nothing."""
         self._started = self._started or time.monotonic()
 
     def add(self, chunk: int, microbatch: MicrobatchRoutes, places: Places) -> None:
@@ -68,11 +68,11 @@ class StepMetrics:
     def log(
         self, iteration: int, writer: Any, wandb_writer: Any, beside: Mapping[str, float] = {}
     ) -> str:
-        """Write the shares of this step, and return them for Megatron's log line.
+        """Write the values of this step, and return the text for Megatron's log line.
 
         Args:
             writer, wandb_writer: Megatron's; None on a rank that has none.
-            beside: what goes into the log file alone.
+            beside: values that go into `log_file` alone.
         """
         scalars = {f"{self.prefix}{name}": value for name, value in self.scalars().items()}
         if writer is not None:
@@ -90,9 +90,8 @@ class StepMetrics:
                 line["update/seconds"] = time.monotonic() - self._started
             append_line(Path(self.log_file), line)
         self._started = 0.0
-        # The values of single layers, and all of the update, would make the line endless. Their
-        # names have a slash: `router mismatch/layer 1`. `expert load max/mean` has one too, and is
-        # of all layers.
+        # Values of single layers and of the update would make the line too long. Their names have
+        # a slash (`router mismatch/layer 1`). `expert load max/mean` has one too, but stays.
         return "".join(
             f" {name}: {value:.4f} |"
             for name, value in scalars.items()
@@ -105,7 +104,7 @@ class StepMetrics:
         self.dispatched[1] += total
 
     def scalars(self) -> dict[str, float]:
-        """Return the shares of this step by name, and forget the step.
+        """Return the values of this step by name, and forget the step.
 
         Empty where nothing was measured. All ranks call this function together, since it sums over
         the ranks: every rank measures in the same iterations, also a rank without MoE layers.
@@ -116,7 +115,7 @@ class StepMetrics:
         if self.measures_update:
             device = torch.device("cuda", torch.cuda.current_device())
             values = self.update.values(device)
-            if "tokens" in values:  # the ranks of a tensor-parallel group all have the same ones
+            if "tokens" in values:  # every rank of a tensor-parallel group counted the same ones
                 values["tokens"] /= mpu.get_tensor_model_parallel_world_size()
             scalars = {f"update/{name}": value for name, value in values.items()}
         self.measures_update = False
@@ -136,17 +135,18 @@ class StepMetrics:
         return scalars
 
     def _expert_load(self) -> dict[str, float]:
-        """How much more the busiest rank computes than the mean, as the dispatch plans say.
+        """The load of the busiest rank divided by the mean load, from the dispatch plans.
 
-        A plan has the load of its own rank, so the ranks that share experts look for the largest in
-        each layer and micro-batch, and all of them count that one. Example: ranks with the loads 6
-        and 2 count 6 each. The sums over both are 12 and 8, so the busiest has 1.5 of the mean.
+        A plan has the load of its own rank alone. So the ranks that share experts find the largest
+        load of each layer and micro-batch, and each rank counts that load and its own. Example:
+        ranks with the loads 6 and 2 count 6 each. The sums over both ranks are 12 and 8, so the
+        busiest rank has 1.5 times the mean.
         """
         from megatron.core import mpu
 
         microbatches = [one for chunk in self.microbatches.values() for one, _ in chunk]
-        # of each micro-batch and layer this rank's load, and its load without guests; and how many
-        # plans had guest slots
+        # this rank's load, and its load without guests, in each micro-batch and layer; then how
+        # many plans of a layer have guest slots
         loads_JY2 = torch.zeros(len(microbatches), self.num_layers, 2, dtype=torch.float64)
         slots_Y1 = torch.zeros(self.num_layers, 1, dtype=torch.float64)
         group = mpu.get_expert_model_parallel_group()
@@ -173,8 +173,8 @@ class StepMetrics:
     def _tokens(self) -> dict[str, float]:
         """The share of tokens that differ in any layer of any pipeline stage.
 
-        A token's layers lie on several stages, so the stages first agree on which tokens differ
-        (a maximum of 0 and 1 over them), and only then are tokens counted.
+        A token's layers lie on several stages. So the stages first agree on which tokens differ
+        (the maximum over the stages of 0 or 1), and only then are tokens counted.
         """
         from megatron.core import mpu
 

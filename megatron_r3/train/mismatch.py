@@ -43,7 +43,7 @@ class Places:
     Attributes:
         position_T: in its rollout.
         turn_T: the turn of the token that it predicts, from 0 on; -1 for rows of prompts.
-        version_T: the policy version that sampled that token; -1 for rows of prompts.
+        version_T: the policy version that sampled the predicted token; -1 for rows of prompts.
     """
 
     position_T: np.ndarray
@@ -52,7 +52,7 @@ class Places:
 
     @classmethod
     def of(cls, batch: dict[str, Tensor], router_order: Callable[[Tensor], Tensor]) -> Places:
-        """From a batch `[B, S]` that is split already."""
+        """From this rank's part of a batch, `[B, S]`."""
         names = ("position_ids", "turn", "version")
         return cls(*(router_order(batch[name]).numpy() for name in names))
 
@@ -84,7 +84,7 @@ def measure(measured: Measured, num_layers: int) -> Tables:
             counts_Y4[number - 1] += torch.cat([wrong, tokens])
         if tally.mismatches_T is not None:
             _add_places(places_V2, tally, places, newest)
-    # The newest version is the same on all ranks: the sum has it as often as there are ranks.
+    # All ranks have the same newest version, so its sum is divided by their number below.
     flat = torch.cat([counts_Y4.flatten(), places_V2.flatten(), newest[None]])
     torch.distributed.all_reduce(flat)
     numbers = flat.cpu().numpy()
@@ -124,11 +124,13 @@ def _add_places(places_V2: Tensor, tally: Tally, places: Places, newest: Tensor)
 
 
 def _tables(counts_Y4: np.ndarray, places_V2: np.ndarray, newest: int) -> Tables:
-    """Shares of counts.
+    """The counts as shares.
 
     Args:
-        counts_Y4: for each layer how many response tokens and how many of all tokens differ, and
-            how many there are.
+        counts_Y4: of each layer: the response tokens that differ, all tokens that differ, the
+            response tokens, all tokens.
+        places_V2: of each bin of positions, turns and lags: the (token, layer) pairs that differ,
+            all pairs.
     """
     num_moe = max(int((counts_Y4[:, 3] > 0).sum()), 1)
 
@@ -163,7 +165,7 @@ def _share(wrong_and_of: np.ndarray, layers: int) -> Share:
 
 
 def scalars_of(tables: Tables) -> dict[str, float]:
-    """What is logged; empty where no router was asked, which is not a share of 0."""
+    """The values to log; empty where nothing was compared, which is not a share of 0."""
     if not tables.layers:
         return {}
     newest = max(tables.versions)
@@ -182,18 +184,18 @@ def scalars_of(tables: Tables) -> dict[str, float]:
 
 
 class StepAlarms:
-    """The alarms of the steps of a training, each said when it begins.
+    """The alarms of a training's steps; each is reported once, in the step in which it begins.
 
-    There is no floor: the trainer moves away from the rollouts while it learns from them, so shares
-    grow from step to step without a fault. Parts of the rows are compared with each other, in the
-    first step on each collection.
+    The limits are not those of a floor: the trainer moves away from the rollouts while it learns
+    from them, so shares grow without a fault. Only first steps on a collection are looked at. There
+    an alarm means that most rows differ, or that some rows differ far more than others.
     """
 
     def __init__(self) -> None:
         self._before: set[str] = set()
 
     def look(self, tables: Tables) -> tuple[int, list[Alarm]]:
-        """How many alarms a step has, and those that the step measured before did not have."""
+        """How many alarms a step has, and those that the last measured step did not have."""
         if not tables.layers:
             return 0, []
         alarms = table_alarms(tables, model="the trainer")

@@ -1,7 +1,7 @@
 """The pass of the old policy over a collection, before the first update on it.
 
-It is forward only, with the weights of that moment, in the layout of the training, and replayed
-as the updates will be. What it finds is kept by `OldPolicy`.
+The pass is forward only. It uses the weights of that moment and the training's layout, and replays
+what the updates will replay. `OldPolicy` keeps the log-probs and routes that the pass finds.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from megatron_r3.train.refuse import refuse
 
 
 class OldPass:
-    """Runs the pass where a collection begins, and reads its record where a training is resumed.
+    """Runs the pass when a collection begins; reads its record when a training is resumed.
 
     Attributes:
         policy: what the pass found.
-        data: the training's samples; set when they are made.
+        data: the training's samples; set when `pretrain()` asks for them.
     """
 
     def __init__(self, options: RolloutOptions, store: RolloutStore, ledger: Ledger) -> None:
@@ -46,7 +46,7 @@ class OldPass:
         return self.policy.logprobs(host["rows"])
 
     def begin(self, models: list[Any], forward_step: Callable[..., Any]) -> None:
-        """Have the record of the collection of the step that begins.
+        """Have the old policy's record for the coming step: run the pass, or read its file.
 
         Args:
             models: this rank's model chunks.
@@ -67,7 +67,7 @@ class OldPass:
             elif self.policy.collection != place.collection:
                 self._read(models, place.collection, began_at)
                 if not self._reads_where_it_saves():
-                    torch.distributed.barrier()  # until all have read
+                    torch.distributed.barrier()  # until all ranks have read
                     self._write(place.collection, began_at)  # for the checkpoints to come
         except StoreError as error:
             refuse(str(error))
@@ -123,7 +123,7 @@ class OldPass:
         rows = [batch["rows"].reshape(-1).numpy() for batch in self._batches(collection)]
         wanted = np.unique(np.concatenate(rows))
         directory = self.options.load_directory
-        assert directory is not None, "a training that begins here begins with a collection"
+        assert directory is not None, "only a resumed training begins inside a collection"
         folder = collection_folder(directory, began_at)
         layers: list[int] = []
         if self.options.takes_old_routes:
@@ -140,7 +140,7 @@ class OldPass:
         return f"{use.source}, {use.stale_source} beyond {use.replay_max_lag} versions"
 
     def _about(self, collection: int) -> dict[str, str]:
-        """What tells the record of one collection from others."""
+        """What the record of this collection was made for, to tell it from other records."""
         samples = self.options.use.schedule.of_collection(collection)
         assert self.data is not None
         rollouts = self.data.rollouts_of(range(samples.start, samples.stop))

@@ -6,8 +6,8 @@ keeps what its own tokens and layers need, on the host.
 
 Because the weights change between the pass and the last update, a training that is resumed in the
 middle of a collection cannot repeat the pass. So the record is written beside the checkpoints, into
-a folder for each collection, one file a rank. A file is read by row ids, so the ranks that read
-may be others, in another layout, than those that wrote.
+a folder for each collection, one file a rank. Files are read by row ids, so a training may be
+resumed with another number of ranks, in another layout.
 
 Shape suffixes (docs/glossary.md): B, K, S, T.
 """
@@ -52,7 +52,7 @@ class OldPolicy:
         self._route_tables: dict[int, _Table] = {}
 
     def begin(self, collection: int) -> None:
-        """Forget the collection before, and take in another one."""
+        """Forget the record of the last collection, and begin that of another one."""
         self.collection = collection
         self._logprobs, self._routes, self._route_tables = [], {}, {}
         self._logprob_table = _Table(np.zeros(0, np.int64), np.zeros(0, np.float32))
@@ -77,7 +77,7 @@ class OldPolicy:
             self._routes.setdefault(layer, []).append((rows_T, ids_TK.detach()))
 
     def finish(self) -> None:
-        """Bring everything to the host."""
+        """Bring all that was added to the host; the record is whole then."""
         if self._logprobs:
             self._logprob_table = _Table.of(self._logprobs)
         self._route_tables = {layer: _Table.of(parts) for layer, parts in self._routes.items()}
@@ -85,9 +85,9 @@ class OldPolicy:
         self._announce_whole()
 
     def wait_for(self, collection: int) -> None:
-        """Return when the record of a collection is whole; called by the thread that prepares.
+        """Return when the record of a collection is whole; called by the lookahead's thread.
 
-        Example: while the last update on collection 3 runs, that thread comes to the first
+        Example: while the last update on collection 3 runs, the lookahead prepares the first
         micro-batch of collection 4, whose routes the next pass will record.
 
         Raises:
@@ -121,7 +121,7 @@ class OldPolicy:
     def write(self, folder: Path, rank: int, about: dict[str, str], number: str) -> None:
         """Write this rank's record into a folder of the collection.
 
-        A file has its name only when it is whole.
+        A file gets its name only when it is complete.
 
         Args:
             number: of the pass, the same on all ranks, and another one for each pass.
@@ -151,7 +151,7 @@ class OldPolicy:
                 left them in the folder, for the same rollouts and from other weights.
 
         Raises:
-            StoreError: there is no such folder, a file is damaged, or it is of another training.
+            StoreError: a file is missing or damaged, or was written for other options or rollouts.
         """
         self.begin(collection)
         files = sorted(folder.glob("rank-*.safetensors"))
@@ -159,10 +159,10 @@ class OldPolicy:
         logprobs, routes = _tables_of(of_files, rows, layers)
         if not logprobs:
             raise StoreError(
-                f"{folder}: has no record of the old policy from which the checkpoint went on. The "
-                "checkpoint lies in the middle of a collection, and the other updates on that "
-                "collection need the old policy's log-probs: bring the record back, go on from a "
-                "checkpoint between two collections, or begin anew with --finetune"
+                f"{folder}: has no record of the old policy that belongs to the checkpoint. The "
+                "checkpoint was saved in the middle of a collection, and the remaining updates on "
+                "that collection need the old policy's log-probs: bring the folder back, load a "
+                "checkpoint from between two collections, or begin anew with --finetune"
             )
         self._logprob_table = _Table.joined(logprobs)
         self._route_tables = {layer: _Table.joined(parts) for layer, parts in routes.items()}
@@ -174,13 +174,13 @@ class OldPolicy:
         for what, table in {"log-probs": self._logprob_table, **tables}.items():
             if missing := len(np.setdiff1d(rows, table.rows)):
                 raise StoreError(
-                    f"{folder}: {missing} of {len(rows)} tokens have no {what} in it: a file of "
-                    "it is missing; bring it back, or begin anew with --finetune"
+                    f"{folder}: {missing} of {len(rows)} tokens have no {what} here: the file of a "
+                    "rank is missing; bring it back, or begin anew with --finetune"
                 )
 
 
 class _Table:
-    """Values by row id; rows ascend."""
+    """Values by row id, in ascending order of the ids."""
 
     def __init__(self, rows: np.ndarray, values: np.ndarray) -> None:
         self.rows, self.values = rows, values
@@ -238,10 +238,10 @@ def _tables_of(
 
 
 def _tensors_of(file: Path, about: dict[str, str], number: str) -> dict[str, np.ndarray] | None:
-    """The tensors that a rank wrote; None of another pass.
+    """The tensors of a rank's file; None if another pass wrote the file.
 
     Raises:
-        StoreError: the file is damaged, or of another training.
+        StoreError: the file is damaged, or was written for other options or rollouts.
     """
     try:
         with safe_open(file, framework="np") as held:
@@ -250,8 +250,9 @@ def _tensors_of(file: Path, about: dict[str, str], number: str) -> dict[str, np.
                 return None
             if told != about:
                 raise StoreError(
-                    f"{file}: of another training: {_difference(told, about)}: bring back the "
-                    "folder that belongs to the checkpoint, or begin anew with --finetune"
+                    f"{file}: was written for other options or rollouts: "
+                    f"{_difference(told, about)}: give the earlier options and store again, or "
+                    "begin anew with --finetune"
                 )
             return {name: held.get_tensor(name) for name in held.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
@@ -259,7 +260,7 @@ def _tensors_of(file: Path, about: dict[str, str], number: str) -> dict[str, np.
 
 
 def collection_folder(directory: str | Path, began_at: int) -> Path:
-    """Where the record of the collection lies that began at an iteration, beside checkpoints."""
+    """The folder, beside checkpoints, for the collection that began at an iteration."""
     return Path(directory) / FOLDER / f"iter_{began_at:07d}"
 
 

@@ -1,7 +1,7 @@
-"""One rank looks at a store and tells all; then all of them share out the reading of every byte.
+"""The first rank looks at a store and tells all; then all ranks read every byte, each its share.
 
-Each function is called by all ranks together, when the process group exists. A mistake in the store
-that one rank finds ends all of them, and one of them says so.
+All ranks call `told_by_first` and `shared_out` together, once the process group exists. If a rank
+finds a mistake in the store, all ranks end, and one of them reports the mistake.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from megatron_r3.train.refuse import refuse
 
 
 def told_by_first(look: Callable[[], Any]) -> Any:
-    """What the first rank finds, on all ranks.
+    """Call `look` on the first rank, and return its result on all ranks.
 
     Args:
-        look: looks at a store on the first rank; what it returns can be pickled.
+        look: looks at a store; its result can be pickled.
 
     Raises:
         ValueError: `look` raised it, in a process that trains alone.
@@ -34,7 +34,7 @@ def told_by_first(look: Callable[[], Any]) -> Any:
             found = [look(), None]
         except ValueError as error:
             found = [None, str(error)]
-        except Exception as error:  # the others must not wait for what never comes
+        except Exception as error:  # else the other ranks would wait forever
             torch.distributed.broadcast_object_list([None, f"the first rank: {error!r}"], src=0)
             raise
     torch.distributed.broadcast_object_list(found, src=0)
@@ -44,11 +44,11 @@ def told_by_first(look: Callable[[], Any]) -> Any:
 
 
 class Place(NamedTuple):
-    """Where a rank stands among the ranks that share out a store.
+    """Where a rank stands among the ranks that share the reading of a store.
 
     Attributes:
-        data, data_size: which of how many data-parallel ranks it is.
-        peer, peers: which of how many ranks of the same data-parallel rank.
+        data, data_size: its data-parallel rank, and the number of these.
+        peer, peers: its number among the ranks with the same data-parallel rank, and their number.
         micro_batch: samples of a micro-batch.
     """
 
@@ -61,14 +61,14 @@ class Place(NamedTuple):
     def shards(self, first_rollout: np.ndarray) -> list[int]:
         """The shards that this rank reads for all; each shard is read by one rank.
 
-        A rank that will use a shard in the steps reads it: then it opens no more files than it
-        needs anyway. With the samples in the order of the store, rollout j is used by the
-        data-parallel rank j // micro_batch modulo their number. Of a shard one rollout is taken, of
-        the next `peers` shards the same one, so as to use all ranks.
+        A shard is read by a rank that will also train on it, so that no rank opens more files than
+        it needs anyway. In store order, rollout j is used by the data-parallel rank
+        j // micro_batch modulo data_size. One rollout of a shard decides who reads the shard: the
+        first one for the first `peers` shards, the second one for the next, so as to use all ranks.
 
-        Example: 4 data-parallel ranks of 2 peers, 3 rollouts a shard. Shards 0 and 1 are read where
-        their first rollouts 0 and 3 are used, by peers 0 and 1; shards 2 and 3 where their second
-        rollouts 7 and 10 are: by the data-parallel ranks 0, 3, 3 and 2.
+        Example: 4 data-parallel ranks of 2 peers, micro-batches of 1, 3 rollouts a shard. For
+        shards 0 and 1 the first rollouts decide, 0 and 3, for shards 2 and 3 the second ones, 7 and
+        10. So the data-parallel ranks 0, 3, 3 and 2 read them, by their peers 0, 1, 0 and 1.
 
         Args:
             first_rollout: `[shards + 1]`, the first rollout of each shard, and how many there are.
@@ -111,11 +111,11 @@ def shared_out(store: RolloutStore, place: Place, check: Callable[[Shard], None]
     found: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(found, (mine, wrong))
     if errors := [error for _, error in found if error is not None]:
-        refuse_together(min(errors)[1])  # the same one on all ranks: that of the first shard
+        refuse_together(min(errors)[1])  # the error of the first wrong shard, on all ranks
     read = sorted(number for numbers, _ in found for number in numbers)
     assert read == [*range(len(store.shards))], "the places of the ranks leave shards unread"
 
 
 def refuse_together(message: str) -> NoReturn:
-    """End all ranks for a mistake that all of them know; the first rank says it."""
+    """End all ranks for a mistake that all of them know; the first rank reports it."""
     refuse(message, speaks=torch.distributed.get_rank() == 0, repeats=False)

@@ -82,13 +82,13 @@ def test_a_record_that_is_not_the_checkpoints_is_refused(tmp_path: Path) -> None
         read(folder, number="b")
     with pytest.raises(StoreError, match='order "single" there, "packs" here'):
         read(folder, order="packs")
-    with pytest.raises(StoreError, match="1 of 5 tokens have no log-probs in it"):
+    with pytest.raises(StoreError, match="1 of 5 tokens have no log-probs here"):
         read(folder, np.array([*rows, 8]))
-    with pytest.raises(StoreError, match="4 of 4 tokens have no routes of layer 5 in it"):
+    with pytest.raises(StoreError, match="4 of 4 tokens have no routes of layer 5 here"):
         OldPolicy().read(folder, 2, rows, [3, 5], ABOUT, "a")
     recorded([6]).write(folder, 1, ABOUT, "b")  # rank 1 of another training, from other weights
     read(folder, np.array([4, 5, 7]))  # rank 0 has these
-    with pytest.raises(StoreError, match="1 of 4 tokens have no log-probs in it"):
+    with pytest.raises(StoreError, match="1 of 4 tokens have no log-probs here"):
         read(folder)
     file = folder / "rank-00000.safetensors"
     file.write_bytes(file.read_bytes()[:-3])
