@@ -1,11 +1,11 @@
 """Open the rollout stores of a training, and refuse shards that could not be trained on.
 
-The first rank opens a store, when the process group exists, and the others hear from it what is in
-there (`one_look.py`). Then all ranks read all bytes, each its share; with `--rollouts-check reads`,
-and of a store that grows (`announce.py`), each rank checks what it reads, as it reads it.
+Once the process group exists, the first rank opens a store and tells the others what is in it
+(`one_look.py`). Then the ranks check every byte, each rank its share. With `--rollouts-check
+reads`, and in a store that grows (`announce.py`), each rank checks only what it reads, as it reads.
 
-A process that trains alone opens its store already when the arguments are checked, so that a wrong
-store costs no start-up.
+A process that trains alone opens its store when the arguments are checked, and so refuses a wrong
+store before Megatron starts up.
 
 Shape suffixes (docs/glossary.md): C, M.
 """
@@ -34,8 +34,8 @@ from megatron_r3.train.policy_check import published_folder, version_of
 from megatron_r3.train.publish_options import published
 from megatron_r3.train.schedule import STORED
 
-# The identities of the shards of which this process has read every byte. A shard that was replaced
-# since has another one, and is read again.
+# The identities of the shards that this process has read byte by byte. A shard that replaces one of
+# them has another identity, so it is read too.
 _verified: set[str] = set()
 
 
@@ -46,13 +46,13 @@ def open_store(options: RolloutOptions, place: Place | None = None) -> RolloutSt
     policy before the model is loaded and published (seams/pretrain.py).
 
     Args:
-        place: where this rank stands among those that share out the store; None while there is no
+        place: where this rank stands among those that share the reading; None while there is no
             process group, for a process that trains alone.
 
     Raises:
-        ValueError: a shard that cannot be read, or cannot be trained on as the options ask; or
-            nothing to replay. The message names the shard, and the rollout and token where there
-            is one.
+        ValueError: a shard cannot be read, or cannot be trained on as the options ask; or there is
+            nothing to replay or to learn. The message names the shard, and the rollout and token
+            where there is one.
     """
     as_read = options.follow_s is not None or options.checks_as_read
     store = _opened(options, place)
@@ -91,7 +91,7 @@ def _opened(options: RolloutOptions, place: Place | None) -> RolloutStore:
 
     def look() -> Index:
         first = open_stores(names, mixed, check=head)
-        first.groups()  # worked out once, for all
+        first.groups()  # computed here, so that the index brings them to all ranks
         return first.index
 
     return RolloutStore.told(told_by_first(look))
@@ -101,13 +101,13 @@ def check_use(options: RolloutOptions, store: RolloutStore) -> None:
     """Refuse a store without anything to replay, or to learn.
 
     Raises:
-        ValueError: no token of the shards that are open has recorded routes; or each of their
-            rollouts is the only one of its prompt, and has an advantage of 0 by its group.
+        ValueError: in the open shards no token has a recorded route, or each rollout is the only
+            one of its group, so that every advantage is 0.
     """
     if options.replays_rollouts and not store.recorded_share():
         raise ValueError(f"{options.where}: no token has recorded routes to replay")
     name, alone = options.use.advantages, int(store.groups().max()) + 1 == len(store)
-    # the first shard of a store that grows may have lost all but one sample of a prompt
+    # A store that grows may begin with one rollout alone, if the group's other samples failed.
     if name != STORED and alone and (len(store) > 1 or options.follow_s is None):
         raise ValueError(
             f"{options.where}: each rollout is the only one of its prompt, so every advantage is 0 "
@@ -122,15 +122,15 @@ def warnings(options: RolloutOptions, store: RolloutStore) -> list[str]:
     sampler, trainer = store.info.vocab_size, options.padded_vocab_size
     if sampler and trainer and sampler > trainer:
         lines.append(
-            f"warning: the sampler's softmax has {sampler} rows, the trainer's {trainer}: the rest "
-            "take no part in the trainer's softmax, so log-probs do not agree to the last digits"
+            f"warning: the sampler's softmax has {sampler} rows, the trainer's {trainer}, without "
+            "the last ones: so their log-probs do not agree to the last digits"
         )
     sampling = store.info.sampling
     names = ("temperature", "top_p", "top_k", "min_p")
     if unsaid := [name for name in names if getattr(sampling, name) is None]:
         lines.append(
-            f"the store does not say with which {', '.join(unsaid)} it was sampled; values that "
-            "change nothing are assumed"
+            f"the store does not say with which {', '.join(unsaid)} it was sampled; training "
+            "assumes values that change nothing (temperature 1, no cut-off)"
         )
     if biased := sampling.unknown_to_the_loss(_all_have_kept(store)):
         lines.append(
@@ -169,8 +169,8 @@ def _all_have_kept(store: RolloutStore) -> bool:
 def _refuse_mixed_versions(shard: Shard) -> None:
     """Refuse a shard of several policy versions that has the router digests of one policy.
 
-    The routers of the trainer are compared with these digests. They would say nothing of the
-    tokens that other versions sampled, which would pass as those of the trainer's own policy.
+    The trainer's routers are compared with these digests. Tokens that other versions sampled would
+    pass, unchecked, as those of the trainer's own policy.
     """
     version_M, newest_M = shard.tensors["policy_version"], shard.newest_version_M
     oldest, newest = int(version_M.argmin()), int(newest_M.argmax())
@@ -181,43 +181,42 @@ def _refuse_mixed_versions(shard: Shard) -> None:
     raise ValueError(
         f"{shard.path}: rollout {newest}{token}: sampled with policy version {newest_M[newest]}, "
         f"rollout {oldest} with version {version_M[oldest]}, and the shard has the router digests "
-        "of one policy, which say nothing of the others: to train on rollouts of several policies, "
-        "give --rollouts-policy any"
+        "of one policy alone, so the others cannot be checked: to train on rollouts of several "
+        "policies, give --rollouts-policy any"
     )
 
 
 def _is_published(options: RolloutOptions, shard: Shard) -> bool:
-    """Whether this training's own folder of a shard's version has the weights that sampled it."""
+    """Whether this training published, under a shard's version, the policy that sampled it."""
     info, folder = shard.info, published_folder(options, shard)
     if folder is not None:
         return policy_stamp(folder) == info.policy_stamp
-    # One that --rollouts-publish-keep has removed cannot be asked any more. Example: a resumed
-    # training opens the shards of versions 0 to 9, and has the folders of 8 and 9.
+    # A version that --rollouts-publish-keep has removed passes: its weights are gone. Example: a
+    # resumed training opens the shards of versions 0 to 9, and has the folders of 8 and 9.
     there = [] if options.publish is None else published(options.publish.directory)
     return bool(there) and version_of(shard) < min(there)
 
 
 def _check_head(options: RolloutOptions, versions: Versions | None, shard: Shard) -> None:
-    """Refuse a shard that cannot be trained on, by what is known without its tokens and routes.
+    """Refuse a shard that cannot be trained on, without a look at its tokens and routes.
 
     Args:
-        versions: of the shards that were checked; None where any policy is taken.
+        versions: of the shards checked so far; None with --rollouts-policy any.
     """
     biased = shard.info.sampling.unknown_to_the_loss(_has_kept(shard))
     if biased and not options.any_sampling:
         raise ValueError(
             f"{shard.path}: sampled with {', '.join(biased)}, and it does not have what the loss "
-            "needs for that, the log-probs of the distribution that was drawn from and what was "
-            "kept of the vocabulary: the ratio would compare two distributions; sample again "
-            "without these settings or with an engine that returns both, or give "
-            "--rollouts-sampling any"
+            "needs for that: the log-probs of the distribution that was drawn from, and the tokens "
+            "that top-k and top-p kept. Sample again without these settings, or with an engine "
+            "that returns both, or give --rollouts-sampling any"
         )
     differences = options.shape_differences(shard.info)
     if differences and (options.replay or not options.any_policy):
         more = "" if options.replay else "; to train on its rollouts, give --rollouts-policy any"
         raise ValueError(
-            f"{shard.path}: sampled from another model "
-            f"({shard.info.model or shard.info.engine}): {'; '.join(differences)}{more}"
+            f"{shard.path}: sampled from another model ({shard.info.model or shard.info.engine}) "
+            f"than the one trained here: {'; '.join(differences)}{more}"
         )
     if versions is not None:
         _refuse_mixed_versions(shard)
@@ -240,7 +239,7 @@ def _read_checks(options: RolloutOptions) -> ReadChecks:
 
 
 def _check_bytes(options: RolloutOptions, shard: Shard) -> None:
-    """Refuse a shard that is damaged, or whose tokens or missing rows cannot be trained on."""
+    """Refuse a shard that is damaged, or whose tokens or missing routes cannot be trained on."""
     checks = _read_checks(options)
     if shard.identity not in _verified:
         verify_shard(shard, thorough=False)

@@ -1,6 +1,6 @@
-"""What a row of the table of options is: a name, a type, a default, and what it needs and excludes.
+"""A row of the table of options: a name, a type, a default, and the options it needs or excludes.
 
-The rows are in option_table.py.
+The table itself is in option_table.py.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Rule:
-    """What an option needs, or what it does not go with, and why.
+    """Another option that an option needs, or does not go with, and why.
 
     Attributes:
         name: the other option, as an attribute of Megatron's arguments.
-        values: what it must be, or must not be; empty for anything that is set.
-        why: ends the sentence; may say what to type.
+        values: those that the other option must have, or must not have. Empty: it must be set, or
+            must not be set.
+        why: the reason, which ends the error message; it may say what to type.
     """
 
     name: str
@@ -45,15 +46,15 @@ class Option:
     Attributes:
         name: the attribute of Megatron's arguments.
         says: what it does, as Markdown.
-        default: what holds where it is not given.
-        usual: the default as Markdown, where that is more than its value.
-        metavar: what stands for its value; empty for a switch.
+        default: the value if the option is not given.
+        usual: the default as Markdown, where it is not one plain value.
+        metavar: stands for the value in help and docs; empty for a switch, or with choices.
         kind: the type of a value.
         choices: the values that there are; empty for any.
         least: the smallest number, and `of` what it counts.
-        more: further words for argparse, such as nargs.
-        needs, not_with: other options, looked at where the option is given.
-        nothing: values that ask for nothing, so that no rule is looked at.
+        nargs, const: as in argparse.
+        needs, not_with: rules about other options, checked if the option is given.
+        nothing: values that mean the same as no option, so that no rule is checked.
         field: whether it is a field of TransformerConfig, which always has a value.
         group: the group of patches that brings a field.
     """
@@ -77,7 +78,7 @@ class Option:
 
     @property
     def is_of_store(self) -> bool:
-        """Whether it says how the rollouts of --rollouts are used, and is nothing without them."""
+        """Whether the option is about the rollouts of --rollouts, and does nothing without them."""
         return not self.field and self.name not in ("rollouts", "rl_write_rollouts")
 
     @property
@@ -99,7 +100,7 @@ class Option:
     def row(self) -> str:
         """The line of the docs' table."""
         what = self.metavar or "|".join(self.choices)
-        # Megatron gives a field that may be switched off no other flag than --no-...
+        # for a field that is on by default, Megatron makes only the flag --no-...
         switches_off = self.field and not what and self.default is not False
         name = typed(self.name, not switches_off)
         what = {"+": f"{what} ...", "?": f"[{what}]"}.get(self.nargs or "", what)
@@ -107,7 +108,7 @@ class Option:
         return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
     def refuse(self, args: Any, look: Callable[[Any, str], tuple[Any, bool]]) -> None:
-        """Refuse a value that cannot be, or that other options make wrong.
+        """Refuse a value that is impossible, or does not go with other options.
 
         Args:
             args: Megatron's arguments.

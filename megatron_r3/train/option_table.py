@@ -1,10 +1,10 @@
-"""Every option of a training on rollouts, a row each: argparse, refusals and docs are made of it.
+"""One row for each option of a training on rollouts: argparse, refusals and docs come from it.
 
     python -m megatron_r3.train.option_table     prints the tables of docs/train.md
 
-A new option is one row, and `value(args, name)` is what it is set to. A row that is a `field`
-belongs to Megatron's TransformerConfig, so Megatron makes its flag; all else of the row holds for
-it too.
+A new option is one row, and `value(args, name)` gives its value. A row with `field=True` is a field
+of Megatron's TransformerConfig, so Megatron makes the flag; the rest of such a row works as in any
+other row.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _REPLAY = Rule("moe_router_replay")
 _NO_ROUTE = Rule(
     "moe_router_replay_source", ("live",), "no route is replayed; leave one of the two out"
 )
-_SINGLE = ("single", None)  # what Megatron takes where nothing is given
+_SINGLE = ("single", None)  # Megatron takes None as single
 _BATCHES = tuple(
-    Rule(name, (), "a global batch has one size")
+    Rule(name, (), "all global batches must have one size")
     for name in ("rampup_batch_size", "decrease_batch_size_if_needed")
 )
 _OF_A_COLLECTION: dict[str, Any] = {
@@ -44,7 +44,7 @@ _CORRECTS: dict[str, Any] = {"needs": (Rule("rollouts_correction", ("tis", "icep
 _FIELD: dict[str, Any] = {"field": True, "needs": (_REPLAY,), "not_with": (_NO_ROUTE,)}
 _LOADS = ("replayed", "live")
 
-# Megatron's other ways to make batches, losses or a model's parts, and why each is refused
+# Options of Megatron that do not go with --rollouts, and why each is refused
 NOT_WITH_ROLLOUTS = {
     "sft": "it brings its own batches",
     "perform_rl_step": "it samples and trains in a loop of its own",
@@ -52,8 +52,8 @@ NOT_WITH_ROLLOUTS = {
     "hybrid_context_parallel": "it moves whole samples between ranks",
     "logits_load_dir": "it brings its own loss",
     "use_legacy_models": "they have routers of their own",  # the option exists up to 0.17
-    "use_megatron_fsdp": "replay was not proved on sharded modules",
-    "use_torch_fsdp2": "replay was not proved on sharded modules",
+    "use_megatron_fsdp": "replay was not tested on sharded modules",
+    "use_torch_fsdp2": "replay was not tested on sharded modules",
     "iterations_to_skip": "the step that skips reads the script's own batches; leave the "
     "rollouts that you do not want out of the store",
     "phase_transition_iterations": "each phase would begin at the first rollout again",
@@ -91,7 +91,7 @@ OPTIONS = (
         metavar="TOKENS", kind=int, least=1, of="tokens",
         needs=(Rule("rollouts_aggregation", ("fixed-length",)),)),
     Option("rollouts_advantages",
-        "how rewards become advantages; or those that are stored in the rollouts",
+        "how rewards become advantages; `stored`: the rollouts bring advantages",
         default="group-normalised", choices=(*ADVANTAGES, STORED)),
     Option("rollouts_old_policy", "the policy from which an update starts", default="sampler",
         choices=("sampler", "trainer")),
@@ -119,21 +119,21 @@ OPTIONS = (
         **_CORRECTS),
     Option("rollouts_log", "append a JSON line with all values of each step", metavar="FILE"),
     Option("rollouts_publish",
-        "write policies there for a sampler: [transformers "
+        "write policies into DIR for a sampler: [transformers "
         "directories](online.md#published-policies)", metavar="DIR",
         not_with=(
             Rule("async_save", (),
-                "a policy would be sampled before its checkpoint is there, and a training "
-                "that is resumed from an older one need not make the same policy again"),
+                "a sampler could use a policy before its checkpoint is saved, and a training that "
+                "resumes from an older checkpoint may not make the same policy again"),
             Rule("moe_input_jitter_eps", (),
-                "its noise is in every forward pass, that of the probe too, so that a "
-                "sampler could not be compared with it"),
-            Rule("spec", (), "nobody can tell what layers of your own compute; leave it out"),
+                "its noise is in every forward pass, so that no sampler could be compared with "
+                "the trainer"),
+            Rule("spec", (), "it is unknown what layers of your own compute; leave it out"),
         )),
     Option("rollouts_publish_interval", "optimizer steps from one policy to the next",
         usual="those on a collection", metavar="STEPS", kind=int, **_OF_PUBLISHING),
     Option("rollouts_publish_like",
-        "whose config and tokenizer a policy gets; needed with `--rollouts-publish`",
+        "gives policies their config and tokenizer; needed with `--rollouts-publish`",
         metavar="HF_DIR", **_OF_PUBLISHING),
     Option("rollouts_publish_keep", "remove all but the newest N policies", usual="0, all",
         metavar="N", kind=int, **_OF_PUBLISHING),
@@ -148,7 +148,8 @@ OPTIONS = (
         "store", metavar="N", kind=int, least=0, of="policy versions"),
     Option("rollouts_follow", "the store grows: wait up to SECONDS (3600) for the next rollout",
         usual="off", metavar="SECONDS", kind=float, nargs="?", const=3600.0, least=0,
-        of="seconds", needs=(Rule("dataloader_type", _SINGLE, "the order of the store"),),
+        of="seconds",
+        needs=(Rule("dataloader_type", _SINGLE, "rollouts are used in the order of the store"),),
         not_with=(
             Rule("rollouts_pack", (),
                 "which rollouts fit into a pack is known only when the next rollout is "
@@ -170,16 +171,17 @@ OPTIONS = (
         needs=(
             _REPLAY,
             Rule("moe_router_replay_source", ("rollout",),
-                "no rollout's own routes are taken, so none can be too old for that"),
+                "with other sources no recorded route is replayed, so none can be too old"),
         )),
-    Option("moe_router_replay_stale_source", "whose routes these take", default="live",
+    Option("moe_router_replay_stale_source",
+        "whose routes rollouts beyond `--moe-router-replay-max-lag` take", default="live",
         choices=tuple(SOURCES[1:]), needs=(_REPLAY, Rule("moe_router_replay_max_lag"))),
     Option("rl_write_rollouts",
         "write each collection of [Megatron's own RL loop](rl-loop.md) as a shard", metavar="DIR",
         needs=(
             Rule("perform_rl_step", (), "it writes what Megatron's RL loop samples"),
             _REPLAY,
-        ), not_with=(Rule("rollouts", (), "the loop samples its own"),)),
+        ), not_with=(Rule("rollouts", (), "the loop samples its own rollouts"),)),
     Option("moe_router_replay", "MoE layers take the experts that are recorded in the rollouts",
         default=False, field=True),
     Option("moe_router_replay_missing",
@@ -187,14 +189,15 @@ OPTIONS = (
         choices=("live", "error"), field=True,
         needs=(
             _REPLAY,
-            Rule("moe_router_replay_source", ("rollout",), "no rollout's own routes are taken"),
+            Rule("moe_router_replay_source", ("rollout",),
+                "with other sources no recorded route is replayed"),
         )),
     Option("moe_router_replay_aux_loss", "whose load the auxiliary losses see",
         default="replayed", choices=_LOADS, **_FIELD),
     Option("moe_router_replay_expert_bias", "whose load updates the expert bias",
         default="replayed", choices=_LOADS, **_FIELD),
     Option("moe_router_replay_fused_gate",
-        "compute the gate of replayed layers without the kernel",
+        "compute the gate of replayed layers without the fused kernel",
         usual="fused with `--moe-router-fusion`", **_FIELD),
     Option("moe_router_replay_dispatch_plan",
         "let every layer learn its dispatch sizes on the device", usual="plan is on",
@@ -203,11 +206,11 @@ OPTIONS = (
         "up to N copies of hot experts of other ranks on each rank "
         "([balance](balance.md#guests-in-training))", default=0, metavar="N", kind=int,
         group="guests", **_FIELD),
-    Option("moe_router_replay_guest_domain", "copies are among so many neighbouring ranks",
+    Option("moe_router_replay_guest_domain", "copies stay among N neighbouring ranks",
         usual="all ranks that share experts", metavar="N", kind=int, field=True,
         needs=(_REPLAY, Rule("moe_router_replay_guest_slots")), not_with=(_NO_ROUTE,),
         group="guests"),
-    Option("moe_router_replay_guest_tokens", "no copy for fewer tokens", default=1024,
+    Option("moe_router_replay_guest_tokens", "no copy for fewer than N tokens", default=1024,
         metavar="N", kind=int, field=True, needs=(_REPLAY, Rule("moe_router_replay_guest_slots")),
         not_with=(_NO_ROUTE,), group="guests"),
     Option("moe_router_replay_verify_plan",
@@ -227,7 +230,7 @@ BY_NAME = {option.name: option for option in OPTIONS}
 
 
 def look(args: Any, name: str) -> tuple[Any, bool]:
-    """The value of an option, and whether it is set: ours to another value than its default."""
+    """The value of an option, and whether it is set; ours is if it differs from its default."""
     given = getattr(args, name, None)
     if name not in BY_NAME:  # Megatron's
         return given, bool(given)
@@ -244,8 +247,8 @@ def add_to(parser: Any, fields: Collection[str]) -> None:
     """Add the options that are no fields to Megatron's parser; each is None unless it is given.
 
     Args:
-        fields: those that this tree's TransformerConfig has. An option whose field is not there
-            is an error that names the group of patches.
+        fields: those that this tree's TransformerConfig has. If an option's field is not there, to
+            give the option is an error that names the missing group of patches.
     """
     group = parser.add_argument_group(title="rollouts")
     for option in OPTIONS:
@@ -264,8 +267,8 @@ def add_to(parser: Any, fields: Collection[str]) -> None:
 def _absent(option: Option) -> Callable[[str], Any]:
     def refuse(_: str) -> Any:
         raise ArgumentTypeError(
-            f"this tree has no patches of the group {option.group}, which brings the option (make "
-            "status shows the groups that are in)"
+            f"this tree has no patches of the group {option.group}, which the option needs (make "
+            "status shows the groups that are in the tree)"
         )
 
     return refuse
@@ -281,7 +284,7 @@ def refuse_options(args: Any) -> None:
         option.refuse(args, look)
 
 
-# Fields that only a training on rollouts reads; other replay reads the other ones too.
+# Only a training on rollouts reads these fields; replay without --rollouts reads all others too.
 _READ_WITH_ROLLOUTS = ("missing", "log_mismatch_interval", "verify_dispatch")
 
 

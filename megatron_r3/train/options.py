@@ -1,9 +1,9 @@
 """What a training on rollouts is asked to do: Megatron's arguments, read in one place.
 
-`RolloutOptions.from_args`, what it calls (`option_table.py`, `update_options.py`,
-`publish_options.py`) and `rl_options.py` are the only code of this room that reads `args`, except
-for what changes while training runs (`progress.py`). Everything else takes the options, so a test
-or another trainer can make them without a Megatron command line.
+`RolloutOptions.from_args` and the modules that it calls (`option_table.py`, `update_options.py`,
+`publish_options.py`) read `args`; `progress.py` reads what changes while training runs. All other
+code of a training on rollouts takes `RolloutOptions`, which a test or another trainer can make
+without a Megatron command line.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_r3.train.update_options import read_loss, read_use, refuse_update
 
 
 def document_multiple(context_parallel: int) -> int:
-    """To what multiple each rollout of a pack is padded.
+    """The number to whose multiples the rollouts of a pack are padded.
 
     Context parallelism cuts each document into 2 * CP pieces of one length: CP 4 pads a rollout of
     13 tokens to 16.
@@ -39,10 +39,10 @@ class RolloutOptions:
         directories: the rollout stores (--rollouts).
         replay: whether the MoE layers take the recorded experts (--moe-router-replay).
         any_policy: whether rollouts of another policy than the trainer's are taken.
-        any_sampling: whether rollouts are taken whose sampling the policy loss does not know.
+        any_sampling: whether rollouts are taken whose sampling settings the loss cannot follow.
         follow_s: seconds to wait for a rollout of a store that grows; None for one that does not.
-        checks_as_read: whether each rank checks what it reads as it reads it, in the place of a
-            reading of the whole store before training.
+        checks_as_read: whether each rank checks what it reads, as it reads it, and nobody checks
+            the whole store before training.
         max_lag: how many versions a rollout's policy may be behind the newest one; None for any.
         pack: whether a sample is a pack of rollouts (THD).
         loss: the policy loss.
@@ -52,19 +52,19 @@ class RolloutOptions:
         save_directory, load_directory: of checkpoints; None where there is none.
         checkpoint_directories: all directories in which a checkpoint of this training may lie.
         publish: what is published for a sampler; None for nothing.
-        log_file: to which a JSON line is appended in each step; None for none.
+        log_file: the file to which each step appends a JSON line; None for none.
         refuse_missing: whether a token without a recorded route is refused.
         use_plan: whether a token dispatcher of the model asks for dispatch plans.
         verify_dispatch: whether what reached each expert is compared with the record.
-        mismatch_interval: every how many iterations live and recorded choices are compared; 0 for
-            never.
+        mismatch_interval: live and recorded choices are compared each time after so many
+            iterations; 0 for never.
         num_layers: decoder layers of the whole model.
         moe_layers: the 0-based numbers of those that are MoE layers.
         topk, num_experts: of a MoE layer; num_experts is 0 for a dense model.
         vocab_size: token ids of the trainer are below it; None where it is not known yet.
         padded_vocab_size: rows of the trainer's output layer; None where it is not known yet.
         micro_batch_size: samples of a micro-batch.
-        context_parallel: the size of that group.
+        context_parallel: the size of the context-parallel group.
         sequence_parallel: whether tensor parallelism splits the sequence outside of attention.
         per_token_loss: --calculate-per-token-loss.
         validate_loss: whether Megatron's rerun machine looks at the loss.
@@ -116,12 +116,12 @@ class RolloutOptions:
 
     @property
     def seq_length(self) -> int:
-        """To which samples are padded."""
+        """The length to which samples are padded."""
         return self.use.seq_length
 
     @property
     def replays_routes(self) -> bool:
-        """Whether MoE layers take any given routes; else they are live, and only compared."""
+        """Whether MoE layers take any given routes; else they route live, and are only compared."""
         return self.replay and self.use.source != "live"
 
     @property
@@ -148,7 +148,7 @@ class RolloutOptions:
 
     @property
     def document_multiple(self) -> int:
-        """What the function of this name says for this training."""
+        """`document_multiple` for the context-parallel size of this training."""
         return document_multiple(self.context_parallel)
 
     def shape_differences(self, sampler: MoEShape) -> list[str]:
@@ -171,8 +171,8 @@ class RolloutOptions:
         interval = args.moe_router_replay_log_mismatch_interval
         asks_for_plans = args.moe_token_dispatcher_type in PLANNED_DISPATCHERS
         plan = args.moe_router_replay and args.moe_router_replay_dispatch_plan and asks_for_plans
-        # With the rerun machine disabled, validate_result ends the step with a traceback before the
-        # guard can name the rollout.
+        # With the rerun machine disabled, validate_result would end the step with a traceback, so
+        # only the guard looks at the loss, which can name the rollout.
         validates = getattr(args, "rerun_mode", "validate_results") != "disabled"
         options = cls(
             directories=tuple(args.rollouts),
@@ -214,7 +214,7 @@ class RolloutOptions:
         )
         if options.needs_old_pass and getattr(args, "reuse_grad_buf_for_mxfp8_param_ag", False):
             raise ValueError(
-                "--reuse-grad-buf-for-mxfp8-param-ag not together with a pass of the old policy "
+                "--reuse-grad-buf-for-mxfp8-param-ag: not together with a pass of the old policy "
                 "(several updates on a collection, and --rollouts-old-policy trainer or "
                 "--moe-router-replay-source old-policy): the pass comes before Megatron copies the "
                 "weights into that buffer, and would run on gradients; leave the option out"
@@ -232,7 +232,7 @@ def _refuse_combinations(args: Any) -> None:
             f"--rollouts-pack with the hybrid pattern {pattern}: the state of its recurrent layers "
             "would run on from one rollout into the next; leave one of the two out"
         )
-    # asked for by name: without --rollouts-check nobody expects a look at all of such a store
+    # Only if it was typed: `store` is also the default, which has no effect with --rollouts-follow.
     if args.rollouts_follow is not None and args.rollouts_check == "store":
         raise ValueError(
             "--rollouts-follow: not together with --rollouts-check store: of a store that grows "
@@ -241,7 +241,7 @@ def _refuse_combinations(args: Any) -> None:
 
 
 def _sample_order(args: Any) -> str:
-    """What decides which rollouts a sample has.
+    """What decides which rollouts a sample has, as a text that a resume compares.
 
     A pack depends on how its rollouts are padded for context parallelism. A shuffled order
     (cyclic) depends on how many samples are drawn, and on how the ranks share them out.

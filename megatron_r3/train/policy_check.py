@@ -1,9 +1,9 @@
-"""Refuse rollouts that another policy sampled than the one that training starts from.
+"""Refuse rollouts of a policy that is not the one from which training starts.
 
-The sampler's routers are stamped into a store (`megatron_r3.data.fingerprint`). The first time that
-a rollout of a stamped policy is used, the stamp is compared with this rank's own routers. After the
+A store has digests of the sampler's routers (`megatron_r3.data.fingerprint`). The first time that a
+rollout with such a stamp is used, the stamp is compared with this rank's own routers. After the
 first update the weights differ from those that sampled, so a stamp that was accepted once stays
-accepted; the age of a rollout is bounded by --rollouts-max-lag.
+accepted; --rollouts-max-lag bounds the age of rollouts.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class PolicyCheck:
     def _check_lag(self, rollouts: list[int]) -> None:
         """Refuse a rollout whose oldest span is too far behind the newest span of the store.
 
-        In a store that grows, the newest one is that of the shards which this rank has seen by
-        now: one rank may refuse a little before the others, and it ends the training for all.
+        In a store that grows, each rank compares with the shards that it has seen by now: one rank
+        may refuse a rollout a little before the others, which ends the training for all.
         """
         max_lag, store = self.options.max_lag, self.store
         if max_lag is None:
@@ -83,10 +83,10 @@ class PolicyCheck:
     def _was_published(self, number: int, stamp: tuple[str, ...]) -> bool:
         """Whether this training has published the policy that sampled a shard.
 
-        With a sampler that is ahead of the trainer's last update, as many rollouts are of policies
-        that the trainer has updated since. A folder proves nothing by its name: the publisher has
-        compared those of the versions that the training has come by. Example: an interval of 2 and
-        iteration 5: versions 0, 1 and 2, after 0, 2 and 4 steps; version 3 is of another training.
+        The trainer may have updated such a policy since, so its own routers do not tell. The name
+        of a folder proves nothing either: only a version that this training has reached counts, and
+        only if the routers in its folder have the shard's digests. Example: with an interval of 2,
+        iteration 5 has published versions 0, 1 and 2; a folder of version 3 is another training's.
         """
         shard, publish = self.store.shards[number], self.options.publish
         folder = published_folder(self.options, shard)
@@ -97,10 +97,10 @@ class PolicyCheck:
         return router_fingerprint(folder, self.store.info.moe_layers) == stamp
 
     def _used_before(self) -> set[tuple[str, ...]]:
-        """The stamps whose rollouts an interrupted training, resumed here, has begun to use.
+        """The stamps of the rollouts that the resumed training used before it was interrupted.
 
-        Only rollouts of this store count: those of another store, which the checkpoint was trained
-        on before, say nothing about the policy that sampled these.
+        Only rollouts of this store count. Those of an earlier store, which the checkpoint was also
+        trained on, say nothing about the policy that sampled this one.
         """
         store, used = self.store, self.ledger.used()
         if not used:
@@ -121,15 +121,15 @@ class PolicyCheck:
             if here != stamp[trace]:
                 refuse(
                     f"{self.options.where}: sampled from another policy: the router of layer "
-                    f"{number} is {stamp[trace]} there, {here} here. Load the checkpoint that "
-                    "sampled (--load), sample again, or, to train on other policies' rollouts, "
-                    "give --rollouts-policy any",
-                    speaks=speaks_for_stage(),  # all its ranks hold the same routers
+                    f"{number} is {stamp[trace]} in the store, {here} in the trainer. Load the "
+                    "checkpoint that sampled (--load), sample again, or, to train on other "
+                    "policies' rollouts, give --rollouts-policy any",
+                    speaks=speaks_for_stage(),  # the stage's ranks have the same routers
                 )
 
 
 def speaks_for_stage() -> bool:
-    """Whether this is the first rank of its pipeline stage, which speaks for all of them."""
+    """Whether this rank is the first of its pipeline stage, and so reports for the stage."""
     from megatron.core import mpu
 
     return not mpu.get_tensor_model_parallel_rank() and not mpu.get_data_parallel_rank(True)
@@ -141,7 +141,7 @@ def version_of(shard: Shard) -> int:
 
 
 def published_folder(options: RolloutOptions, shard: Shard) -> Path | None:
-    """Where this training would have published the policy that sampled a shard; None if nowhere."""
+    """This training's published folder of a shard's policy version; None if there is none."""
     if options.publish is None:
         return None
     folder = options.publish.directory / version_name(version_of(shard))

@@ -1,12 +1,12 @@
-"""The distribution of the policy: the softmax over which the log-probs of response tokens are.
+"""The distribution of the policy: the softmax that gives the log-probs of response tokens.
 
-A sampler divides its logits by a temperature, may leave tokens out (top-p, top-k), and knows no
-rows that the trainer pads its vocabulary with. The trainer's log-probs must be those of the same
-distribution. So Megatron's own loss of a language model gets other logits here: the loss stays
-Megatron's, with its tensor parallelism and its fused kernels.
+A sampler divides its logits by a temperature, may leave tokens out (top-p, top-k), and has no rows
+for the trainer's padding of the vocabulary. The trainer's log-probs must be of the same
+distribution. So the logits are changed here before they go to Megatron's own language-model loss,
+which keeps its tensor parallelism and its fused kernels.
 
-MTP heads compute their losses through the same method of the model. They have labels of their own,
-so what is to be done is attached to the labels of the main loss.
+MTP heads call the same loss method of the model, with labels of their own. So a `Policy` is
+attached to the labels of the main loss, and MTP losses stay as they are.
 
 Shape suffixes (docs/glossary.md): B, N, S, V.
 """
@@ -26,7 +26,7 @@ from megatron_r3.train.refuse import refuse
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
-_CHUNK = 1024  # tokens whose entropy is computed at once, which bounds the memory that it takes
+_CHUNK = 1024  # how many tokens' entropies are computed at once, to bound the memory
 _NAME = "_megatron_r3_policy"
 
 
@@ -40,8 +40,8 @@ class Policy:
             None: all rows take part.
         kept: the tokens that the sampler kept for each token, or None: it kept all.
         measures_entropy: whether `entropy_BS` is wanted.
-        entropy_BS: the entropy of the distribution of each token, in nats; None until it is there.
-        used: whether the model has computed its loss with it.
+        entropy_BS: the entropy of each token's distribution, in nats; None until the loss ran.
+        used: whether the model has computed its loss with this policy.
     """
 
     temperature: float = 1.0
@@ -57,16 +57,16 @@ class Policy:
         return self.temperature == 1 and not (self.vocab_size or self.kept or self.measures_entropy)
 
     def check_used(self) -> None:
-        """End training where the model has computed its loss without asking."""
+        """End training if the model has computed its loss without this policy."""
         if not self.is_plain and not self.used:
             refuse(
-                "the model computes its loss in a way of its own, so its log-probs are not those "
-                "of the sampler's temperature and vocabulary: use a GPTModel or a hybrid model of "
-                "Megatron without a fused output layer"
+                "the model does not call compute_language_model_loss, so its log-probs are not "
+                "those of the sampler's temperature and vocabulary: use a GPTModel or a hybrid "
+                "model of Megatron without a fused output layer"
             )
 
     def attach(self, labels_BS: Tensor) -> None:
-        """Have the loss of these labels computed in this way."""
+        """Have the loss of these labels computed with this policy."""
         setattr(labels_BS, _NAME, self)
 
 
@@ -95,10 +95,10 @@ class KeptTokens:
 
 
 def install(model: torch.nn.Module) -> None:
-    """Let a model's loss ask its labels how the logits become a distribution.
+    """Make a model's loss use the `Policy` that is attached to its labels.
 
     Args:
-        model: a LanguageModule of Megatron; a stage without an output layer is one too.
+        model: a LanguageModule of Megatron.
     """
     upstream: Loss = model.compute_language_model_loss  # type: ignore[assignment]
     if getattr(upstream, _NAME, False):
@@ -123,7 +123,7 @@ def limited(logits: Tensor, policy: Policy, group: Any | None = None) -> Tensor:
 
     Args:
         logits: `[S, B, rows of this rank]`; the ranks of the group have rows one after the other.
-        policy: see there.
+        policy: see `Policy`.
         group: the tensor-parallel group; None for one rank.
     """
     if policy.temperature != 1:
@@ -140,8 +140,8 @@ def limited(logits: Tensor, policy: Policy, group: Any | None = None) -> Tensor:
 def _least(logits: Tensor) -> float:
     """The logit of a token that is left out: its probability is exactly 0 in float32.
 
-    It is not -inf. A fused loss goes over the vocabulary block by block and subtracts the largest
-    logit so far: of a block that is left out as a whole, -inf - -inf would be NaN.
+    The logit is not -inf. A fused loss goes over the vocabulary block by block and subtracts the
+    largest logit so far: if a whole block is left out, -inf - -inf would be NaN.
     """
     return torch.finfo(logits.dtype).min / 2
 
@@ -155,7 +155,7 @@ def entropy(logits: Tensor, group: Any | None = None) -> Tensor:
 
 
 def _entropy(logits: Tensor, group: Any | None) -> Tensor:
-    """log Z - sum p x, with the sums over the rows of all ranks."""
+    """log Z - sum(p x): x is a logit minus the largest one, Z is sum(exp(x)), over all ranks."""
     most = _over_ranks(logits.max(-1).values, torch.distributed.ReduceOp.MAX, group)
     shifted = logits - most[:, None]
     weight = shifted.exp()
@@ -178,7 +178,7 @@ def _left_out(logits: Tensor, kept: KeptTokens, first: int) -> Tensor:
     limited_SB = kept.limited_BS.transpose(0, 1)[..., None]
     out = limited_SB.expand(logits.shape).contiguous()
     here = (kept.ids >= first) & (kept.ids < first + num_rows)
-    # a place counts [B, S] through, the logits are [S, B, rows]
+    # a place is an index of [B, S] flattened, and the logits are [S, B, rows]
     row, column = kept.places[here] // sequence, kept.places[here] % sequence
     out[column, row, kept.ids[here] - first] = False
     return out

@@ -56,18 +56,18 @@ def no_datasets(sizes: list[int], vp_stage: int | None = None) -> Any:
     """
     from megatron.training import get_args
 
-    # Imported here: `proof/fidelity/off.py` takes `forward_step` from this file where all else of
-    # megatron_r3 but `launch` and `cpu` is hidden.
+    # Imported here: `proof/fidelity/off.py` imports `forward_step` from this file in a process that
+    # can import no other modules of megatron_r3 but `launch` and `cpu`.
     from megatron_r3.train.refuse import refuse
 
     if getattr(get_args(), "rollouts", None) is None:
         refuse("this script has no data of its own: give --rollouts DIR, a rollout store")
-    # With --rollouts a script is asked for validation data alone. To return None is of no use:
-    # Megatron 0.19 then evaluates all the same, with None as the iterator.
+    # With --rollouts a script is asked for validation data alone. To return None does not help:
+    # Megatron 0.19 would still evaluate, with None as the iterator.
     refuse("this script has no data for validation: give --eval-iters 0")
 
 
-# Every rank asks. Otherwise the ranks that do not ask would wait for one that has ended.
+# Have Megatron call it on every rank: otherwise the other ranks would wait for one that has ended.
 no_datasets.is_distributed = True  # type: ignore[attr-defined]
 
 

@@ -36,7 +36,7 @@ class PublishOptions:
         """
         if args.rollouts_publish is None:
             return None
-        # imported here: whoever only asks which versions are there needs no torch
+        # imported here: callers that only want `published` need no torch
         from megatron_r3.train.option_table import value
 
         steps = value(args, "rollouts_mini_steps") * value(args, "rollouts_epochs")
@@ -50,7 +50,8 @@ class PublishOptions:
         if iterations and interval > iterations:
             raise ValueError(
                 f"--rollouts-publish-interval {interval}: the training ends after {iterations} "
-                "optimizer steps, so no policy but the first one would be published: give fewer"
+                "optimizer steps, so no policy but the first one would be published: give at most "
+                f"{iterations}"
             )
         refuse_folder("--rollouts-publish", Path(args.rollouts_publish))
         if args.rollouts_publish_like is None:
@@ -60,12 +61,15 @@ class PublishOptions:
             )
         like = Path(args.rollouts_publish_like)
         if not (like / "config.json").is_file():
-            raise ValueError(f"--rollouts-publish-like {like}: no config.json")
+            raise ValueError(
+                f"--rollouts-publish-like {like}: no config.json there: name a transformers "
+                "directory"
+            )
         keep = args.rollouts_publish_keep or 0
         if keep < 0 or keep == 1:
             raise ValueError(
                 f"--rollouts-publish-keep {keep}: it must be 2 or more, since a sampler may still "
-                "load the version before; or 0 to keep all"
+                "be loading the version before the newest; or 0 to keep all"
             )
         return cls(Path(args.rollouts_publish), interval, like, keep)
 

@@ -17,14 +17,14 @@ SILENCE_S = 30.0  # how long the other ranks wait
 def refuse(message: str, speaks: bool | None = None, repeats: bool = True) -> NoReturn:
     """End this process for a user's mistake: one line, status 1, no traceback.
 
-    All ranks tend to find the same mistake, and one line is enough. The launcher ends all ranks as
-    soon as one leaves, so the rank that speaks leaves at once. The other ranks wait; a rank that is
-    still there after that found a mistake of its own, and speaks too.
+    Mostly all ranks find the same mistake, and one line is enough: one rank prints it and exits at
+    once, upon which the launcher ends all ranks. Meanwhile the other ranks wait SILENCE_S. A rank
+    that is still there after its wait found a mistake of its own, and prints it too.
 
     Args:
         message: what is wrong, what was expected, and what to do.
-        speaks: whether this rank speaks at once. None means the first rank of each node.
-        repeats: whether a rank that has waited speaks too. False where all know the same mistake.
+        speaks: whether this rank prints at once. None means the first rank of each node.
+        repeats: whether a rank that has waited prints too. False if all know the same mistake.
     """
     if speaks is None:
         speaks = os.environ.get("LOCAL_RANK", "0") == "0"
@@ -36,7 +36,7 @@ def refuse(message: str, speaks: bool | None = None, repeats: bool = True) -> No
 
 
 def refuse_beside_children(message: str, speaks: bool | None = None) -> NoReturn:
-    """As `refuse`, in a process whose children Python would wait for, and they for this process.
+    """As `refuse`, for a process with children: Python would wait for them, and they for Python.
 
     Megatron's RL loop leaves its engine's coordinator in this way too (megatron/rl/rl_utils.py).
     """

@@ -30,16 +30,16 @@ class Place:
 class Schedule:
     """The order in which a training goes over its samples.
 
-    A collection is what one policy is updated on: `mini_steps` optimizer steps of `batch` samples
-    each go once over it, and `epochs` times. Samples count from where the training began with its
-    store.
+    A collection is the `mini_steps * batch` samples that updates from one old policy use. Each of
+    its `epochs` is `mini_steps` optimizer steps of `batch` samples. Samples are counted from the
+    one with which the training began with its store.
 
-    Example with batch 2, 2 mini-steps, 2 epochs: the steps use the samples 01, 23, 01, 23 of the
-    store, then 45, 67, 45, 67.
+    Example with batch 2, 2 mini-steps, 2 epochs: the steps use the samples 0-1, 2-3, 0-1, 2-3 of
+    the store, then 4-5, 6-7, 4-5, 6-7.
 
     Attributes:
         batch: samples of an optimizer step, over all ranks.
-        mini_steps, epochs: With 1 and 1 each sample is used in one step.
+        mini_steps, epochs: 1 and 1 use each sample in one step.
         seed: mixes the samples of each optimizer step, alike in every epoch; None keeps them in the
             order of the store.
     """
@@ -84,7 +84,7 @@ class Schedule:
         return number * self.batch + _mixed_batch(self.batch, number, self.seed)[within]
 
     def used(self, consumed: int) -> int:
-        """How many samples of the store the first `consumed` samples of the training are.
+        """How many samples of the store are among the first `consumed` samples of the training.
 
         With a seed they are the first ones of the store only after whole optimizer steps.
         """
@@ -107,7 +107,7 @@ class Schedule:
 
 @lru_cache(maxsize=64)
 def _mixed_batch(size: int, number: int, seed: int) -> tuple[int, ...]:
-    """The places 0 to `size` - 1 of a global batch in an order by chance.
+    """The places 0 to `size` - 1 of a global batch in random order.
 
     Each place draws a number, and the places are sorted by these numbers. Example: the numbers
     70 20 90 40 of four places give the order 1 3 0 2. All ranks, and later versions of numpy, find
@@ -122,7 +122,7 @@ def _mixed_batch(size: int, number: int, seed: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class UseOfRollouts:
-    """What a training does with its rollouts, as far as their batches depend on it.
+    """How a training uses its rollouts: all that the content of a batch depends on.
 
     Attributes:
         seq_length: S, to which samples are padded on the right.
@@ -131,8 +131,8 @@ class UseOfRollouts:
             was resumed with a new store, the samples before it came from another store.
         advantages: a name of `ADVANTAGES`, or "stored".
         source: whose routes the tokens take, a name of `SOURCES`.
-        replay_max_lag: rollouts whose oldest span is more versions older than the newest span of
-            the store, up to the end of their collection, are stale. None: none is.
+        replay_max_lag: a rollout is stale if its oldest span is more than so many versions behind
+            the newest span up to the end of its collection. None: no rollout is.
         stale_source: whose routes the tokens of stale rollouts take.
     """
 

@@ -1,8 +1,8 @@
 """A script's own forward step under --moe-router-replay without --rollouts.
 
 Such a script brings its own data, loss and routes, and enters `replaying(...)` around the model in
-its forward step. What nobody could see is a script that does not: every layer would be live, under
-an option that says the opposite.
+its forward step. If it forgot to do so, every layer would route live although the option is on, and
+nothing would show that. So `refuse_silence` ends such a training.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ ForwardStep = Callable[..., Any]
 def refuse_silence(forward_step: ForwardStep) -> ForwardStep:
     """Wrap a forward step: each training pass of it must say which routes it takes.
 
-    A pass says so by entering `replaying` or `recording`, or by `begin`. A micro-batch without
-    routes enters `replaying(None)`. Evaluation is live and is not looked at.
+    A pass does so by entering `replaying` or `recording`, or by `begin` (`replay/active.py`). For a
+    micro-batch without routes it enters `replaying(None)`. Evaluation routes live, unchecked.
 
     Args:
         forward_step: Megatron's, called with the data iterator and the model chunk.
 
     Returns:
-        A function with the same signature, which Megatron looks at.
+        A function with the same signature, which Megatron inspects.
     """
 
     @functools.wraps(forward_step)
@@ -37,7 +37,7 @@ def refuse_silence(forward_step: ForwardStep) -> ForwardStep:
         if model.training and num_entered() == before:
             refuse(
                 "--moe-router-replay is on without --rollouts, and this script's forward step "
-                "replayed nothing, so that every layer was live: give --rollouts DIR, or enter "
+                "replayed nothing, so that every layer routed live: give --rollouts DIR, or enter "
                 "megatron_r3.replaying(...) around the model (replaying(None) for a "
                 "micro-batch without routes)"
             )

@@ -16,7 +16,7 @@ from megatron_r3.train.losses.policy_loss import LOSSES, Clip
 from megatron_r3.train.option_table import flag, value
 from megatron_r3.train.schedule import Schedule, UseOfRollouts
 
-# The clip ranges and bounds of the papers, where the options do not name others.
+# Defaults from the papers: clip ranges, averages, and the bounds of corrections.
 _CLIP = {
     "gspo": Clip(3e-4, 4e-4),  # arXiv 2507.18071, section 5.1
     "cispo": Clip(1.0, 0.2),  # no lower bound: arXiv 2506.13585, section 3.1
@@ -76,7 +76,7 @@ def _read_clip(args: Any, name: str) -> Clip:
 
 
 def read_use(args: Any) -> UseOfRollouts:
-    """What Megatron's validated arguments, which `refuse_update` has seen, ask of the rollouts."""
+    """How Megatron's arguments, which `refuse_update` has checked, want the rollouts used."""
     mini_steps, epochs = value(args, "rollouts_mini_steps"), value(args, "rollouts_epochs")
     return UseOfRollouts(
         args.seq_length,
@@ -106,13 +106,13 @@ def _refuse_log(name: str | None) -> None:
     if file.is_dir():
         raise ValueError(f"--rollouts-log {name}: it is a folder; name a file in it")
     if not file.parent.is_dir():
-        raise ValueError(f"--rollouts-log {name}: there is no such folder; make it first")
+        raise ValueError(f"--rollouts-log {name}: its folder does not exist; make it first")
     if not os.access(file if file.exists() else file.parent, os.W_OK):
         raise ValueError(f"--rollouts-log {name}: it cannot be written; name another file")
 
 
 def _refuse_shuffle(args: Any) -> None:
-    """Refuse --rollouts-shuffle where another order inside a step would be another loss."""
+    """Refuse --rollouts-shuffle where the order inside a step would change the loss."""
     seed = args.rollouts_shuffle
     if seed is None:
         return
@@ -121,7 +121,7 @@ def _refuse_shuffle(args: Any) -> None:
         several = "those of a pack" if args.rollouts_pack else f"{args.micro_batch_size} rollouts"
         raise ValueError(
             f"{option} needs --calculate-per-token-loss, or one rollout in a micro-batch: here "
-            f"{several} are averaged together, so another order would weigh tokens otherwise"
+            f"{several} are averaged together, so another order would change the tokens' weights"
         )
     for kind, coefficient in _aux_coefficients(args):
         if coefficient and kind in ("aux_loss", "global_aux_loss"):

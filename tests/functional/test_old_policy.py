@@ -137,7 +137,7 @@ def test_a_training_goes_on_in_the_middle_of_a_collection(
     argv = resumed(policy, interrupted.store, saved, *FOUR)
     assert same([interrupted.weights], patched.run(train, 1, argv, timeout_s=120))
     shutil.rmtree(saved / "old-policy")
-    assert "checkpoint lies in the middle of a collection" in fails(patched, argv)
+    assert "checkpoint was saved in the middle of a collection" in fails(patched, argv)
 
 
 def test_other_ranks_read_what_one_rank_wrote(

@@ -56,7 +56,7 @@ def test_gspo_weighs_responses_alike_unless_told_otherwise() -> None:
 
 def test_a_pass_before_mxfp8_weights_are_copied_is_refused() -> None:
     two = {**TRAINER, "rollouts_mini_steps": 2}
-    with pytest.raises(ValueError, match="--reuse-grad-buf-for-mxfp8-param-ag not together with"):
+    with pytest.raises(ValueError, match="--reuse-grad-buf-for-mxfp8-param-ag: not together with"):
         update_options_of(**two, **{MXFP8: True})
     assert update_options_of(
         **TRAINER, **{MXFP8: True}

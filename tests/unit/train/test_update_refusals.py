@@ -38,8 +38,8 @@ REFUSED: list[tuple[dict[str, object], str]] = [
         for bad in (1.0, 0.5, -3.0, NAN, INFINITE)
     ),
     ({"rollouts_dual_clip": 3.0, "rollouts_loss": "cispo"}, "-dual-clip 3: not together with"),
-    ({"rollouts_log": "no-such-folder/log.jsonl"}, "--rollouts-log .*: there is no such folder"),
-    ({"rollouts_log": f"{__file__}/log"}, "--rollouts-log .*py/log: there is no such folder"),
+    ({"rollouts_log": "no-such-folder/log.jsonl"}, "--rollouts-log .*: its folder does not exist"),
+    ({"rollouts_log": f"{__file__}/log"}, "--rollouts-log .*py/log: its folder does not exist"),
     ({"rollouts_log": "."}, r"--rollouts-log \.: it is a folder; name a file in it"),
     ({"rollouts_log": UNWRITABLE}, "--rollouts-log .*options.py: it cannot be written; name ano"),
     ({"rollouts_loss": "ppo"}, "--rollouts-loss ppo: it must be one of grpo, gspo, cispo"),
@@ -121,7 +121,7 @@ REFUSED: list[tuple[dict[str, object], str]] = [
         )
         for bounds in ([2.0, 0.5], [1.0, 1.0], [-1.0, 1.0], [0.5, INFINITE], [NAN, 1.0])
     ),
-    ({"rollouts_log": "/no/such/folder/log"}, "--rollouts-log /no/.*: there is no such folder"),
+    ({"rollouts_log": "/no/such/folder/log"}, "--rollouts-log /no/.*: its folder does not exist"),
     ({"rollouts_mini_steps": 0}, "--rollouts-mini-steps 0: it must be 1 or more"),
     ({"rollouts_epochs": -1}, "--rollouts-epochs -1: it must be 1 or more"),
     (
@@ -135,7 +135,7 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ),
     (
         {"rollouts_shuffle": 1, **TOKENS, "rampup_batch_size": [4, 4, 64]},
-        "--rollouts-shuffle 1: not together with --rampup-batch-size 4 4 64: a global batch has",
+        "--rollouts-shuffle 1: not together with --rampup-batch-size 4 4 64: all global batches",
     ),
     (
         {"rollouts_shuffle": 1, "micro_batch_size": 2},
@@ -165,7 +165,7 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ),
     (
         {"rollouts_epochs": 2, "decrease_batch_size_if_needed": True},
-        "--rollouts-epochs 2: not together with --decrease-batch-size-if-needed: a global batch",
+        "--rollouts-epochs 2: not together with --decrease-batch-size-if-needed: all global",
     ),
     ({"moe_router_replay_source": "r2"}, "--moe-router-replay-source r2: it must be one of"),
     (
@@ -200,7 +200,7 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ),
     (
         {"moe_router_replay_missing": "error", "moe_router_replay_source": "old-policy"},
-        "--moe-router-replay-missing error needs --moe-router-replay-source rollout: no roll",
+        "--moe-router-replay-missing error needs --moe-router-replay-source rollout: with",
     ),
     (
         {"moe_router_replay_verify_plan": True, "moe_router_replay_dispatch_plan": False},
@@ -223,7 +223,7 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({"moe_router_replay_max_lag": -1}, "--moe-router-replay-max-lag -1: it must be 0 or more"),
     (
         {"moe_router_replay_max_lag": 1, "moe_router_replay_source": "live"},
-        "--moe-router-replay-max-lag 1 needs --moe-router-replay-source rollout: no rollout's",
+        "--moe-router-replay-max-lag 1 needs --moe-router-replay-source rollout: with",
     ),
     (
         {"moe_router_replay_stale_source": "live"},
