@@ -58,7 +58,7 @@ class Parts:
 
 
 class StepHook(Protocol):
-    """What hangs on a training without being a part of it: publishing (loop/publish.py)."""
+    """What a training calls before each step and after the last: publishing (loop/publish.py)."""
 
     def begin(self, models: list[Any], iteration: int) -> None:
         """Before the forward passes of a step, on all ranks."""
@@ -73,8 +73,9 @@ class _Chunk:
 
     Attributes:
         number: 0, 1, ... in the order in which chunks were first used.
-        routes: makes those of its micro-batches; None where no layer is compared.
-        has_plans: whether an iterator brings dispatch plans for it already.
+        routes: makes the routes of the chunk's micro-batches; None if it has none to replay or
+            compare.
+        has_plans: whether one of the chunk's iterators brings dispatch plans already.
     """
 
     number: int
@@ -93,9 +94,9 @@ class RolloutStep:
         progress: how far the training is.
         ledger: which rollouts the training has used.
         evaluate: the script's own forward step, used for evaluation.
-        observe: lets a router without a hook answer to the active microbatch; called with the
-            router and its layer number where training routes live.
-        hooks: what else begins with a step.
+        observe: called with a router that has no hook, because training routes live, and its layer
+            number; puts in a hook that compares the router's choice with the record.
+        hooks: called before each step, and after the last one.
         parts: the classes that the training is made of; None for those of `Parts`.
     """
 
@@ -154,7 +155,7 @@ class RolloutStep:
         return output, partial(self._loss, batch, host, policy)
 
     def begin(self, models: list[Any]) -> None:
-        """Before a step: let the hooks begin, and the old policy go over a new collection.
+        """Before a step: call the hooks, and run the old policy's pass over a new collection.
 
         All ranks call this before the forward passes.
         """
@@ -177,7 +178,7 @@ class RolloutStep:
         chunk.policies.check(prepared.rollouts)
         host, routes, microbatch = prepared.batch, prepared.routes, None
         replays = self.options.replays_routes
-        # A fused router takes its experts in one order, with gradients and without.
+        # OBSERVE makes a live pass order experts as with gradients; a fused router always does so.
         fused = not replays and getattr(module.config, "moe_router_fusion", False)
         if routes is not None and chunk.routes is not None and not fused:
             microbatch = chunk.routes.activate(
@@ -199,7 +200,7 @@ class RolloutStep:
         return output, keep
 
     def check(self, models: list[Any]) -> None:
-        """Look at a step after its last backward pass. It ends training, or returns."""
+        """Check a step after its last backward pass; ends training if there is a fault."""
         self._guard.check(models, self.progress.iteration + 1, self._digest_of_used_shards())
 
     def log(self, iteration: int, writer: Any, wandb_writer: Any, beside: dict[str, float]) -> str:
@@ -212,7 +213,7 @@ class RolloutStep:
 
     @cached_property
     def _has_routes(self) -> bool:
-        """False for another model than the sampler's, which --rollouts-policy any may train."""
+        """Whether the store's routes fit the model; --rollouts-policy any may train another one."""
         options = self.options
         return bool(options.num_experts) and not options.shape_differences(self.store.info)
 
@@ -282,7 +283,7 @@ class RolloutStep:
             return None
         tally = None
         if self._measures():
-            # What counts: response tokens whose route was recorded. Prompts are watched beside.
+            # Counted are response tokens with a recorded route, watched are prompts as well.
             order = self._layout.router_order
             places = Places.of(prepared.batch, order)
             watched_T = routes.recorded_T
@@ -304,8 +305,8 @@ class RolloutStep:
         return microbatch
 
     def _measures(self) -> bool:
-        """Whether this iteration compares with live routing. The first one of a run always does,
-        unless nothing is to be compared at all.
+        """Whether this iteration compares with live routing. The first iteration of a run does,
+        unless the interval is 0.
         """
         iteration, interval = self.progress.iteration, self.options.mismatch_interval
         if self._first_iteration is None:
@@ -372,8 +373,8 @@ class RolloutStep:
         """A digest, 52 bits long, of the shards whose rollouts were used until now, in order.
 
         In a store that grows, ranks may know different numbers of shards, but the used shards must
-        be the same on all ranks. It has 52 bits because the ranks compare it in float64, which is
-        exact up to 2**53.
+        be the same on all ranks. The digest has 52 bits because the ranks compare it in float64,
+        which is exact up to 2**53.
         """
         from megatron.core import mpu
         from megatron.core.num_microbatches_calculator import get_num_microbatches
@@ -396,7 +397,7 @@ def _message_of(error: StoreError) -> str:
 
     torch raises a worker's exception again with the worker's whole traceback as its text:
     "Caught StoreError in DataLoader worker process 0.\\nOriginal Traceback ...\\n
-    megatron_r3.data.store.schema.StoreError: DIR: rollout 8 did not come". The message stands
-    behind the last "StoreError: "; an error of this process is the message alone.
+    megatron_r3.data.store.schema.StoreError: DIR: rollout 8 did not come". The message is what
+    follows the last "StoreError: "; the text of an error of this process is the message itself.
     """
     return str(error).strip().splitlines()[-1].rpartition("StoreError: ")[2]

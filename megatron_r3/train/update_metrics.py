@@ -1,6 +1,6 @@
 """What the policy update of one step did: sums over tokens and rollouts, reduced over all ranks.
 
-Every value comes from sums and maxima over what all ranks saw; the formulas are in docs/metrics.md.
+Every value comes from sums and maxima over all ranks; the formulas are in docs/metrics.md.
 The sums stay on the device until the step is logged, so nothing waits before that.
 
 Shape suffixes (docs/glossary.md): B, M, S.
@@ -65,7 +65,7 @@ class UpdateMetrics:
         """Add a micro-batch; called on the last pipeline stage, without a wait.
 
         Args:
-            update: what its loss was made of.
+            update: what the loss of the micro-batch was computed from.
             entropy_BS: of the policy's distribution, where it was measured.
             batch, host: the batch on the device, and on the host.
         """
@@ -154,12 +154,12 @@ def _of_rollouts(update: Update, batch: dict[str, Tensor]) -> Sums:
         "reward": reward.sum(),
         "reward2": (reward**2).sum(),
         "uniform": batch["uniform"].sum(),
-        "length": update.terms.lengths_M.sum(),  # of whole rollouts, as the others
+        "length": update.terms.lengths_M.sum(),  # of whole rollouts, like the rewards
     }
 
 
 def _on_host(host: dict[str, Tensor], batch: dict[str, Tensor]) -> Sums:
-    """What is known without the device: who sampled the tokens, and whose routes they take."""
+    """The sums that the host knows: versions that sampled tokens, and whose routes they take."""
     source = host["source"][host["rows"] >= 0]
     counts = torch.bincount(source, minlength=len(SOURCES))
     sums = {f"source {name}": count for name, count in zip(SOURCES, counts, strict=True)}
@@ -171,7 +171,7 @@ def _on_host(host: dict[str, Tensor], batch: dict[str, Tensor]) -> Sums:
 
 
 def _versions_at_the_ends(host: dict[str, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The newest version of the response tokens, and the oldest one times -1: the largest of both.
+    """The newest version of the response tokens, and minus the oldest one, for a MAX over both.
 
     Both are -inf where the micro-batch has no response token on this rank.
     """

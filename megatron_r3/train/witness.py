@@ -37,7 +37,7 @@ class Watched(NamedTuple):
     Attributes:
         rows_T: row ids, in the router's order.
         source_T: whose routes each token takes, an index of `SOURCES`.
-        tokens: the tokens that take the routes of the rollouts and have one, int64.
+        tokens: the indices of the tokens that take a recorded route of their rollout, int64.
         ids_LTK: the routes of these tokens, of all MoE layers of the store.
     """
 
@@ -61,7 +61,7 @@ class Records(Protocol):
 
 
 class Counter(Protocol):
-    """Who counts the pairs: `StepMetrics`, or the replay of Megatron's RL loop."""
+    """What counts the pairs: `StepMetrics`, or the replay of Megatron's RL loop."""
 
     def add_dispatched(self, matched: int, total: int) -> None:
         """Count pairs: those that reached the recorded expert, and all of them."""
@@ -75,7 +75,7 @@ def row_hashes(hidden_TH: Tensor) -> np.ndarray:
     """
     words = hidden_TH.detach().contiguous().view(torch.int16).cpu().numpy().view(np.uint16)
     weights = np.random.default_rng(0).integers(1, 2**63, words.shape[1], np.uint64) * 2 + 1
-    # not as one product: of 262,144 rows of 2,048 that would have 4.3 GB
+    # einsum, since `words * weights` would take 4.3 GB for 262,144 rows of 2,048 words
     return np.einsum("tw,w->t", words, weights)
 
 
@@ -95,8 +95,8 @@ def matches(expected: np.ndarray, ignored: np.ndarray, received: np.ndarray) -> 
         Example: expected {a, a, b}, ignored {c}, received {a, b, b, c}: without c, {a, b, b}
         arrived. a and b match once each, so the result is (2, 3).
     """
-    # A pair is one number, which sorts 17 times faster: its hash + expert * an odd number, modulo
-    # 2^64. Two pairs that differ have the same number as rarely as two rows have the same hash.
+    # Each pair becomes one number, which sorts 17 times faster: hash + expert * an odd number,
+    # modulo 2^64. Different pairs have the same number as rarely as rows have the same hash.
     pairs_P2 = np.concatenate([expected, ignored, received])
     number_P = pairs_P2[:, 0] + pairs_P2[:, 1] * np.uint64(0x9E3779B97F4A7C15)
     keys, index = np.unique(number_P, return_inverse=True)
@@ -122,8 +122,8 @@ class DispatchWitness:
     def watch(self, microbatch: MicrobatchRoutes, rows_T: np.ndarray, source_T: np.ndarray) -> None:
         """Watch this microbatch.
 
-        The routes are read rollout by rollout. Replay reads them in another way, so a fault in its
-        way shows here.
+        The routes are read rollout by rollout. Replay reads them with other code, so a fault of
+        that code shows here.
 
         Args:
             rows_T, source_T: see `Watched`; nothing is expected of a token that routes live.
@@ -178,7 +178,8 @@ class DispatchWitness:
                 result.add_dispatched(*matches(pairs[0], pairs[1], received))
 
         def before_guests(hidden_PH: Tensor, counts: Tensor, experts: list[int]) -> None:
-            # Some tokens of this rank's experts are computed elsewhere, some here are of others.
+            # Guests compute tokens of this rank's experts elsewhere, and of other ranks' experts
+            # here. So what was received is gathered too.
             if "pairs" in sent:
                 pairs = (*sent.pop("pairs"), _received(hidden_PH, counts, experts))
                 expected, ignored, received = _of_experts(own, dispatcher.tp_ep_group, *pairs)
@@ -208,7 +209,7 @@ def _others(
     routing_map: Tensor,
     expert_I: np.ndarray | None,
 ) -> np.ndarray:
-    """The pairs of this rank's other tokens, as the map sends them.
+    """The pairs of this rank's other tokens, as the routing map sends them.
 
     Args:
         recorded: the tokens that are left out.
@@ -226,7 +227,7 @@ def _received(hidden_PH: Tensor, tokens_per_expert: Tensor, experts: list[int]) 
 
 
 def _of_experts(experts: list[int], group: Any, *pairs: np.ndarray) -> list[np.ndarray]:
-    """The pairs of these experts alone, those of all ranks of the group together."""
+    """Gather the pairs of all ranks of the group, and keep those of these experts."""
     gathered: list[Any] = [None] * group.size()
     torch.distributed.all_gather_object(gathered, pairs, group=group)
     of_all = (np.concatenate(parts) for parts in zip(*gathered, strict=True))

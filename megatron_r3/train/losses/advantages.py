@@ -50,7 +50,7 @@ ADVANTAGES: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
 def _centred(
     reward_M: np.ndarray, group_M: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Reward minus the mean of its group, float64; the number of each one's group; group sizes."""
+    """Reward minus the mean of its group, float64; each rollout's group number; group sizes."""
     _, index_M = np.unique(group_M, return_inverse=True)
     count = np.bincount(index_M)
     reward_M = reward_M.astype(np.float64)

@@ -24,8 +24,8 @@ class Average:
         sum: a scalar, with gradient.
         count: a scalar, no gradient: this rank's part of the divisor. Over the ranks of a
             context-parallel group the parts add up to the divisor of the micro-batch.
-        divisor: gives a scalar: the divisor of the micro-batch, the same on all ranks of the group,
-            which call it together or not at all, since they may have to sum for it.
+        divisor: returns the divisor of the micro-batch, a scalar, the same on all ranks of the
+            group. The function may sum over the ranks, so all of them must call it, or none.
     """
 
     sum: Tensor
@@ -38,12 +38,12 @@ def average(
 ) -> Average:
     """Average the loss of the tokens that count.
 
-    token-mean: the sum over all tokens, by their number (DAPO, arXiv 2503.14476, equation 8).
+    token-mean: the sum over all tokens / their number (DAPO, arXiv 2503.14476, equation 8).
     sequence-mean: the mean of the rollouts' means (GRPO, arXiv 2402.03300, equation 3).
-    fixed-length: the sum over all tokens, by `fixed_length` and by the number of rollouts
-        (Dr.GRPO, arXiv 2503.20783, section 3.2).
+    fixed-length: the sum over all tokens / `fixed_length` / the number of rollouts (Dr.GRPO, arXiv
+        2503.20783, section 3.2).
 
-    A rollout of which no token counts does not count as a rollout.
+    A rollout without a token that counts does not count as a rollout.
 
     Args:
         losses_BS: with gradient.

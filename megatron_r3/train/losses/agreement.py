@@ -19,8 +19,8 @@ def agreement_sums(
         k3_kl: r - 1 - log r, the k3 estimator of KL(sampler || trainer).
         extreme: tokens with r > factor or r < 1 / factor (F(factor) of arXiv 2510.11370).
         abs_dlogp: |log r|.
-        bounded_ratio: tokens whose log r is at the bound of the policy loss, or beyond it. In
-            k3_kl log r is bounded as in that loss (`bounded_log_ratio`), so the sum is finite.
+        bounded_ratio: tokens whose log r is at the bound of the policy loss, or beyond it. The log
+            r of k3_kl is bounded as in that loss (`bounded_log_ratio`), so the sum is finite.
 
     Args:
         logprobs, sampled_logprobs: same shape, float32.
@@ -28,7 +28,7 @@ def agreement_sums(
         factor: of `extreme`, above 1.
 
     Returns:
-        The sums by name, float32: metrics need no more, also where log-probs are float64.
+        The sums by name, always float32, which is enough for metrics.
     """
     with torch.no_grad():
         log_ratio = bounded_log_ratio(logprobs.float(), sampled_logprobs.float(), mask)

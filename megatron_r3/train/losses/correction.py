@@ -1,7 +1,8 @@
 """Corrections for the difference between the old policy and the sampler, by name.
 
-A correction gives each token a weight, which multiplies the clipped gain outside of the min. It is
-computed from w = old / mu, so it is the same in all updates on a collection and has no gradient.
+A correction gives each token a weight, which multiplies the clipped gain outside of the min. The
+weight is computed from w = old / mu, so all updates on a collection have the same weight, and the
+weight has no gradient.
 
 Shape suffixes (docs/glossary.md): B, M, S.
 """
@@ -21,7 +22,7 @@ LEVELS = ("token", "sequence")
 
 @dataclass(frozen=True)
 class CorrectionOptions:
-    """Which correction, of what, and with which bounds.
+    """Which correction, at which level, and with which bounds.
 
     Attributes:
         name: none, tis, icepop or mask.
@@ -73,7 +74,7 @@ def icepop(terms: LossTerms, ratio_BS: Tensor, options: CorrectionOptions) -> Co
 def mask(terms: LossTerms, ratio_BS: Tensor, options: CorrectionOptions) -> Corrected:
     """1 where low <= w <= high; any other token leaves the loss, and the average too.
 
-    Masked importance sampling, as slime and "rejection sampling" of verl have it:
+    Masked importance sampling, as in slime, and as verl's "rejection sampling":
     https://richardli.xyz/rl-collapse.
     """
     kept_BS = terms.mask_BS * _within(ratio_BS, options)
@@ -100,12 +101,12 @@ def correct(terms: LossTerms, options: CorrectionOptions) -> Corrected:
         log_weight_BS = terms.log_weight_BS
         if options.level == "sequence":
             sums_M = terms.sequences.sums(log_weight_BS)
-            # A long response has a sum beyond the bound of one token: bound the product as well.
+            # The sum of a long response can exceed the bound of one token, so it is bounded too.
             bounded_M = sums_M.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
             log_weight_BS = terms.sequences.each(bounded_M)
         return CORRECTIONS[options.name](terms, log_weight_BS.exp(), options)
 
 
 def _within(ratio_BS: Tensor, options: CorrectionOptions) -> Tensor:
-    # NaN is inside: a token whose log-prob is NaN must not leave the loss without a word.
+    # NaN counts as within the bounds: else a token whose log-prob is NaN would vanish unseen.
     return (~((ratio_BS < options.low) | (ratio_BS > options.high))).to(ratio_BS.dtype)

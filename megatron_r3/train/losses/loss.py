@@ -1,6 +1,6 @@
 """The policy loss of one micro-batch, as a loss function of Megatron's schedules returns it.
 
-Only this module of the room asks Megatron for something: its context-parallel group.
+No other module of this folder imports Megatron; this one does for the context-parallel group.
 
 Shape suffixes (docs/glossary.md): B, S.
 """
@@ -21,11 +21,11 @@ from megatron_r3.train.losses.terms import LossTerms, Sequences
 
 @dataclass(frozen=True)
 class LossOptions:
-    """Which policy loss.
+    """Which policy loss, with its settings.
 
     Attributes:
         name: a name of `LOSSES`.
-        clip: of the policy ratio.
+        clip: the bounds of the policy ratio.
         aggregation: a name of `AGGREGATIONS`.
         fixed_length: tokens, by which the aggregation "fixed-length" divides; None for others.
         correction: for the difference between the old policy and the sampler.
@@ -40,7 +40,7 @@ class LossOptions:
 
 @dataclass(frozen=True)
 class Update:
-    """What the loss of one micro-batch was made of, for the metrics.
+    """What the loss of one micro-batch was computed from, for the metrics.
 
     Attributes:
         agreement: of the trainer with the sampler, sums over response tokens (`agreement_sums`).
@@ -54,13 +54,13 @@ class Update:
 
 
 def update_of(terms: LossTerms, options: LossOptions) -> Update:
-    """The policy loss of one micro-batch on this rank, and what it was made of."""
+    """The policy loss of one micro-batch on this rank, and what it was computed from."""
     gain = gain_of(options.name, terms, options.clip)
     corrected = correct(terms, options.correction)
     # Outside the mask a value may be anything: keep it, and its gradient, out of the sum.
     counted_BS = corrected.mask_BS > 0
     losses_BS = torch.where(counted_BS, -gain.value_BS * corrected.weight_BS, 0.0)
-    counted = terms  # whose lengths a loss may have summed over the ranks already
+    counted = terms  # with its cached lengths, which may have been summed over the ranks already
     if corrected.mask_BS is not terms.mask_BS:
         counted = replace(terms, mask_BS=corrected.mask_BS)
     result = average(losses_BS, counted, options.aggregation, options.fixed_length)
@@ -104,8 +104,8 @@ def policy_loss(
             by its counts. Without it Megatron averages the averages of the micro-batches.
 
     Returns:
-        The summed loss, what it is divided by (int32), the sums to report, each with the number by
-        which Megatron divides it, and what the loss was made of.
+        The summed loss, its divisor (int32), the sums to report (each with the number by which
+        Megatron divides that sum), and what the loss was computed from.
     """
     update = update_of(terms, options)
     num_tokens = terms.mask_BS.sum()
@@ -114,15 +114,15 @@ def policy_loss(
         name.replace("_", " "): torch.stack([value, num_tokens])
         for name, value in update.agreement.items()
     }
-    # A correction may leave no token of a step: the mean of nothing is reported as 0, not as NaN.
+    # A correction may leave no token in a step: then the mean is reported as 0, not as NaN.
     report["policy loss"] = torch.stack([mean.sum.detach(), mean.count.clamp(min=1e-9)])
     report["reward"] = torch.stack([rewards.sum(), torch.ones_like(rewards).sum()])
     if per_token:
         return mean.sum, mean.count.int(), report, update
     # Megatron divides each rank's loss by the rank's own count and averages over context-parallel
-    # ranks, while a response lies unevenly on the ranks. So every rank returns the divisor of the
-    # whole micro-batch, and the average is multiplied back to a sum. Example: two ranks with sums
-    # 3 and 1 and a divisor of 8: (3 * 2 / 8 + 1 * 2 / 8) / 2 = (3 + 1) / 8.
+    # ranks, which is wrong if they have different numbers of a response's tokens. So every rank
+    # returns the divisor of the whole micro-batch, and its sum times the number of ranks. Example:
+    # two ranks with sums 3 and 1 and a divisor of 8: (3 * 2 / 8 + 1 * 2 / 8) / 2 = (3 + 1) / 8.
     group = terms.sequences.cp_group
     size = 1 if group is None else torch.distributed.get_world_size(group)  # type: ignore[arg-type]
     return mean.sum * size, mean.divisor().int(), report, update

@@ -9,7 +9,7 @@ A loss of your own is one function more, in a module that `--rollouts-loss-modul
     def reinforce(terms: LossTerms, clip: Clip) -> Gain:
         return Gain(terms.advantages_BS * terms.logprobs_BS, terms.log_ratio_BS.exp())
 
-It has no clip fractions unless it says what its clip range bounds (`Gain.clips`).
+Clip fractions are logged only for a loss that says what its clip range bounds (`Gain.clips`).
 
 Shape suffixes (docs/glossary.md): B, S.
 """
@@ -46,11 +46,11 @@ class Gain:
     """What a loss gives for each token.
 
     Attributes:
-        value_BS: what the update raises, with gradient; what it holds outside the mask is not used.
+        value_BS: what the update raises, with gradient; not used outside the mask.
         ratio_BS: the ratio that the loss compares with the clip range; for the metrics.
         clips: what the clip range bounds; for the metrics. "gain": min() chooses between the gain
             of the ratio and that of the clipped ratio, as in PPO. "weight": the ratio itself is
-            clipped. None: nothing, or nothing that the loss tells.
+            clipped. None: nothing, or the loss does not say.
     """
 
     value_BS: Tensor
@@ -81,14 +81,14 @@ class LossError(ValueError):
     """A loss that cannot be trained with; the message names the loss, its module and what to do."""
 
 
-_looked_at: set[str] = set()  # the losses whose first gain was right
+_looked_at: set[str] = set()  # the losses whose gain was checked once
 
 
 def gain_of(name: str, terms: LossTerms, clip: Clip) -> Gain:
-    """The gain of a loss. What a loss gives is looked at once, when it is first used.
+    """The gain of a loss, which is checked when the loss is first used.
 
     Raises:
-        LossError: the loss raises, or gives what cannot be trained with.
+        LossError: the loss raises, or returns what cannot be trained with.
     """
     loss = LOSSES[name]
     where = f"--rollouts-loss {name} of the module {loss.__module__}"
@@ -97,7 +97,7 @@ def gain_of(name: str, terms: LossTerms, clip: Clip) -> Gain:
     except Exception as error:  # a user's loss may raise anything
         if loss.__module__ == __name__:
             raise  # one of ours: the traceback is needed
-        # Example: the frames are that of `gain_of`, the loss's own, and those of what it calls.
+        # The frames: `gain_of`, then the loss, which is to be named, then what the loss calls.
         frames = traceback.extract_tb(error.__traceback__)[1:2]
         line = "".join(f" in {frame.filename}, line {frame.lineno}" for frame in frames)
         raise LossError(f"{where}: {type(error).__name__}{line}: {error}") from error
@@ -164,8 +164,9 @@ def cispo(terms: LossTerms, clip: Clip) -> Gain:
     """sg(clip(r, 1 - low, 1 + high)) A log pi, where sg stops the gradient.
 
     CISPO of MiniMax-M1, arXiv 2506.13585, equations 4 and 5. A clipped token keeps its gradient.
-    The paper bounds the weight above alone (section 3.1): that is a low of 1, the default.
-    The value is that of the weight alone, times A: a log-prob would make it incomparable.
+    The paper has only an upper bound of the weight (section 3.1): that is a low of 1, the default.
+    The gain's value is the clipped ratio times A, comparable with that of other losses: log pi is
+    only in the gradient.
     """
     ratio_BS = terms.log_ratio_BS.exp()
     weight_BS = ratio_BS.detach().clamp(1.0 - clip.low, 1.0 + clip.high)
@@ -193,7 +194,7 @@ def clipped_sums(gain: Gain, terms: LossTerms, clip: Clip) -> dict[str, Tensor]:
     clipped product, and the token learns nothing.
 
     Returns:
-        `clip_low`, `clip_high` and `clippable`. Empty where the loss does not tell what it clips.
+        `clip_low`, `clip_high` and `clippable`. Empty if the loss does not say what it clips.
     """
     if gain.clips is None:
         return {}

@@ -1,8 +1,8 @@
-"""What a policy loss is made of: log-probs of three policies, advantages, and whose token is whose.
+"""The inputs of a policy loss: log-probs of three policies, advantages, each token's rollout.
 
 Three policies give each response token a log-prob: the sampler (mu), the old policy (old), from
 which the update starts, and the trainer as it is now (pi). The ratio of the policy loss is
-pi / old; old / mu is what a correction looks at.
+pi / old; a correction uses old / mu.
 
 Shape suffixes (docs/glossary.md): B, S, M.
 """
@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-# exp(20) is 5e8: no ratio that training can use comes near it, and its products stay far from the
+# exp(20) is 5e8: ratios near it are of no use in training, and its products are far below the
 # largest float32
 LOG_RATIO_BOUND = 20.0
 
@@ -29,7 +29,7 @@ def bounded_log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> T
     Args:
         logprobs, old_logprobs, mask: of one shape; mask 1 on response tokens, else 0.
     """
-    # outside the mask there is no sampled log-prob: keep what is there away from exp()
+    # outside the mask there is no sampled log-prob: exp() must not see what is there
     log_ratio = torch.where(mask > 0, logprobs - old_logprobs, 0.0)
     return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
@@ -41,8 +41,8 @@ class Sequences:
     summed over these ranks too, so that each of them has the sum over the whole rollout.
 
     Args:
-        index_BS: int64, the number of each token's rollout inside the micro-batch, from 0 on; any
-            number below `num_rollouts` where there is padding.
+        index_BS: int64, the number of each token's rollout inside the micro-batch, from 0 on; at
+            padding any number below `num_rollouts`.
         num_rollouts: M, of the micro-batch.
         cp_group: the ranks that share the rollouts; None for one rank.
     """
