@@ -141,8 +141,8 @@ OPTIONS = (
         "refuse rollouts of other router weights than the trainer's, or accept them",
         default="same", choices=("same", "any")),
     Option("rollouts_sampling",
-        "refuse rollouts that were not sampled plainly, or accept them, although the loss "
-        "then compares two distributions", default="plain", choices=("plain", "any")),
+        "refuse rollouts that were not sampled plainly, or accept them", default="plain",
+        choices=("plain", "any")),
     Option("rollouts_max_lag",
         "refuse rollouts more than N policy versions older than the newest of the whole "
         "store", metavar="N", kind=int, least=0, of="policy versions"),
