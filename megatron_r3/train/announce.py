@@ -104,7 +104,7 @@ class Arriving:
                     raise StoreError(said["wrong"])
                 index = _with_opened(Index.unpacked(packed)) if packed else None
                 self._waiting, self._heard = said["waiting"], self._heard + 1
-        except RuntimeError as error:  # of torch, when it cannot reach the server
+        except RuntimeError as error:  # torch raises it when it cannot reach the server
             raise StoreError(
                 f"the first rank, at {self.host}, which looks for new shards, does not answer "
                 f"({str(error).splitlines()[0]}): did it end?"

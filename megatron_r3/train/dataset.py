@@ -183,8 +183,8 @@ class RolloutDataset(torch.utils.data.Dataset):
 class FollowedRollouts(RolloutDataset):
     """The samples of a store that grows: methods wait until the rollouts that they need are there.
 
-    A group must lie in one shard. If its second half came with the next shard, the advantages of
-    the first half would have been normalised without the second.
+    A group must lie in one shard. If the second half of a group came with the next shard, the
+    advantages of the first half would have been normalised without the second.
 
     Args:
         num_samples: how many samples training will draw.
@@ -204,7 +204,7 @@ class FollowedRollouts(RolloutDataset):
         """The fields of a sample of the store, after a wait for its rollout.
 
         Raises:
-            StoreError: the rollout does not come in time, or what comes cannot be used.
+            StoreError: the rollout does not come in time, or a new shard cannot be used.
         """
         # Which routes are too old depends on the newest policy of the collection. So wait for the
         # whole collection: ranks that see different numbers of shards would disagree.
@@ -219,7 +219,7 @@ class FollowedRollouts(RolloutDataset):
         Another rank may use the last of these rollouts, so this rank may not have seen its shard.
 
         Raises:
-            StoreError: they do not come in time, or what comes cannot be used.
+            StoreError: a rollout does not come in time, or a new shard cannot be used.
         """
         self.store.wait_for(samples.stop - 1)
         self._take_new()

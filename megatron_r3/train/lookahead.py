@@ -123,7 +123,7 @@ class Preparer:
         routes.live_T[live_T & ~routes.padding_T] = True
 
     def _take_old(self, routes: HostRoutes, here_T: np.ndarray) -> None:
-        """Replace the routes of some tokens, which their rollouts had, by the old policy's."""
+        """Replace the routes of some tokens, which their rollouts recorded, by the old policy's."""
         assert self.old is not None
         assert self.routes is not None
         for index, layer in enumerate(self.routes.layer_numbers):

@@ -61,7 +61,7 @@ Measured = Sequence[tuple["MicrobatchRoutes", Places]]
 
 
 def measure(measured: Measured, num_layers: int) -> Tables:
-    """The mismatch of a step, the same on all ranks, which call this together.
+    """The mismatch of a step, the same on all ranks. All ranks call this function together.
 
     A rank without sequence parallelism has the tokens of its tensor-parallel neighbours too. Each
     of these ranks counts such a token, in numerator and denominator alike.

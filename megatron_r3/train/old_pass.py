@@ -46,7 +46,7 @@ class OldPass:
         return self.policy.logprobs(host["rows"])
 
     def begin(self, models: list[Any], forward_step: Callable[..., Any]) -> None:
-        """Have the old policy's record for the coming step: run the pass, or read its file.
+        """Get the old policy's record for the coming step: run the pass, or read its file.
 
         Args:
             models: this rank's model chunks.
@@ -140,7 +140,7 @@ class OldPass:
         return f"{use.source}, {use.stale_source} beyond {use.replay_max_lag} versions"
 
     def _about(self, collection: int) -> dict[str, str]:
-        """What the record of this collection was made for, to tell it from other records."""
+        """The options and rollouts that a collection's record belongs to, to be compared."""
         samples = self.options.use.schedule.of_collection(collection)
         assert self.data is not None
         rollouts = self.data.rollouts_of(range(samples.start, samples.stop))

@@ -147,7 +147,7 @@ class OldPolicy:
             rows: int64, sorted: the row ids that this rank will ask for.
             layers: whose routes this rank will ask for.
             about: what the files must say of the training that wrote them.
-            number: of the pass. Files of other passes are left alone: an earlier training may have
+            number: of the pass. Files of other passes are ignored: an earlier training may have
                 left them in the folder, for the same rollouts and from other weights.
 
         Raises:

@@ -150,7 +150,7 @@ def warnings(options: RolloutOptions, store: RolloutStore) -> list[str]:
 
 
 def _is_even(options: RolloutOptions, store: RolloutStore) -> bool:
-    """Whether every advantage is 0: by the store, or because no group has two different rewards."""
+    """Whether every advantage is 0: all stored ones are, or no group has two different rewards."""
     if options.use.advantages == STORED:
         return not store.column("advantage").any()
     groups = store.groups()

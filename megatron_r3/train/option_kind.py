@@ -45,7 +45,7 @@ class Option:
 
     Attributes:
         name: the attribute of Megatron's arguments.
-        says: what it does, as Markdown.
+        says: what the option does, as Markdown.
         default: the value if the option is not given.
         usual: the default as Markdown, where it is not one plain value.
         metavar: stands for the value in help and docs; empty for a switch, or with choices.
@@ -55,7 +55,7 @@ class Option:
         nargs, const: as in argparse.
         needs, not_with: rules about other options, checked if the option is given.
         nothing: values that mean the same as no option, so that no rule is checked.
-        field: whether it is a field of TransformerConfig, which always has a value.
+        field: whether the option is a field of TransformerConfig; a field always has a value.
         group: the group of patches that brings a field.
     """
 
@@ -92,13 +92,13 @@ class Option:
 
     @property
     def help(self) -> str:
-        """What it does, without the marks of Markdown: "[a](b), `c`" is "a, c"."""
+        """What the option does, without the marks of Markdown: "[a](b), `c`" is "a, c"."""
         text = f"{self.says} (default: {self.shown_default})".replace("`", "").replace("%", "%%")
         return re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)
 
     @property
     def row(self) -> str:
-        """The line of the docs' table."""
+        """The option's line in the tables of docs/train.md."""
         what = self.metavar or "|".join(self.choices)
         # for a field that is on by default, Megatron makes only the flag --no-...
         switches_off = self.field and not what and self.default is not False

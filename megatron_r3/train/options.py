@@ -1,9 +1,9 @@
 """What a training on rollouts is asked to do: Megatron's arguments, read in one place.
 
 `RolloutOptions.from_args` and the modules that it calls (`option_table.py`, `update_options.py`,
-`publish_options.py`) read `args`; `progress.py` reads what changes while training runs. All other
-code of a training on rollouts takes `RolloutOptions`, which a test or another trainer can make
-without a Megatron command line.
+`publish_options.py`) read `args`; `progress.py` reads what changes while training runs. The code
+that trains takes `RolloutOptions`, which a test or another trainer can make without a Megatron
+command line.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ class RolloutOptions:
         refuse_missing: whether a token without a recorded route is refused.
         use_plan: whether a token dispatcher of the model asks for dispatch plans.
         verify_dispatch: whether what reached each expert is compared with the record.
-        mismatch_interval: live and recorded choices are compared each time after so many
-            iterations; 0 for never.
+        mismatch_interval: iterations from one comparison of live and recorded choices to the next;
+            0 for none.
         num_layers: decoder layers of the whole model.
-        moe_layers: the 0-based numbers of those that are MoE layers.
+        moe_layers: the 0-based numbers of the MoE layers.
         topk, num_experts: of a MoE layer; num_experts is 0 for a dense model.
-        vocab_size: token ids of the trainer are below it; None where it is not known yet.
-        padded_vocab_size: rows of the trainer's output layer; None where it is not known yet.
+        vocab_size: the trainer's token ids are below this number; None if it is not known yet.
+        padded_vocab_size: rows of the trainer's output layer; None if not known yet.
         micro_batch_size: samples of a micro-batch.
         context_parallel: the size of the context-parallel group.
         sequence_parallel: whether tensor parallelism splits the sequence outside of attention.

@@ -78,7 +78,8 @@ class KeptTokens:
         places: int64, on the device: for each kept token the index of its label in `[B, S]`,
             flattened.
         ids: int64, on the device: the kept tokens.
-        limited_BS: bool, on the device: the labels that have a set; all others keep every token.
+        limited_BS: bool, on the device: the labels that have a kept set; for all other labels every
+            token was kept.
     """
 
     places: Tensor

@@ -87,7 +87,9 @@ class UpdateMetrics:
             self._largest.append(torch.stack([value.double() for value in largest]))
 
     def values(self, device: torch.device) -> dict[str, float]:
-        """The values of the step, the same on all ranks, which call this together; forgets them.
+        """Return the values of the step, the same on all ranks, and forget the step.
+
+        All ranks call this function together.
 
         Empty where no rank added a micro-batch.
         """

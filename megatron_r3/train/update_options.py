@@ -145,7 +145,7 @@ def _read_aggregation(args: Any, loss: str) -> tuple[str, int]:
 
 
 def _refuse_other_divisor(args: Any, aggregation: str, correction: CorrectionOptions) -> None:
-    """Refuse a policy loss that is not divided by all response tokens beside other losses."""
+    """Refuse other losses beside a policy loss that is not divided by all response tokens."""
     others = _other_losses(args) if args.calculate_per_token_loss else []
     if not others:
         return
@@ -220,7 +220,7 @@ def _import_losses(module: str) -> None:
         ValueError: there is no such module, or it raises.
     """
     if os.getcwd() not in sys.path:
-        # `python -m` puts the working directory there, a script that is named by its path does not.
+        # `python -m` puts the working directory into sys.path, a script does not
         sys.path.insert(0, os.getcwd())
     try:
         importlib.import_module(module)
