@@ -132,7 +132,7 @@ def warnings(options: RolloutOptions, store: RolloutStore) -> list[str]:
             f"the store does not say with which {', '.join(unsaid)} it was sampled; training "
             "assumes values that change nothing (temperature 1, no cut-off)"
         )
-    if biased := sampling.unknown_to_the_loss(_all_have_kept(store)):
+    if biased := sampling.unknown_to_the_loss(bool(store.column("num_kept").all())):
         lines.append(
             f"warning: sampled with {', '.join(biased)}, and trained on as --rollouts-sampling any "
             "asks: the policy loss compares log-probs of two distributions"
@@ -155,15 +155,6 @@ def _is_even(options: RolloutOptions, store: RolloutStore) -> bool:
         return not store.column("advantage").any()
     groups = store.groups()
     return bool(numbered(groups, store.column("reward")).max() == groups.max())
-
-
-def _has_kept(shard: Shard) -> bool:
-    """Whether every rollout of a shard says what the sampler kept."""
-    return bool((shard.tensors["num_kept"] > 0).all())
-
-
-def _all_have_kept(store: RolloutStore) -> bool:
-    return bool((store.column("num_kept") > 0).all())
 
 
 def _refuse_mixed_versions(shard: Shard) -> None:
@@ -203,7 +194,7 @@ def _check_head(options: RolloutOptions, versions: Versions | None, shard: Shard
     Args:
         versions: of the shards checked so far; None with --rollouts-policy any.
     """
-    biased = shard.info.sampling.unknown_to_the_loss(_has_kept(shard))
+    biased = shard.info.sampling.unknown_to_the_loss(bool(shard.tensors["num_kept"].all()))
     if biased and not options.any_sampling:
         raise ValueError(
             f"{shard.path}: sampled with {', '.join(biased)}, and it does not have what the loss "
