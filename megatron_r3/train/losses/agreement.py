@@ -10,14 +10,12 @@ from torch import Tensor
 from megatron_r3.train.losses.terms import LOG_RATIO_BOUND, bounded_log_ratio
 
 
-def agreement_sums(
-    logprobs: Tensor, sampled_logprobs: Tensor, mask: Tensor, factor: float = 2.0
-) -> dict[str, Tensor]:
+def agreement_sums(logprobs: Tensor, sampled_logprobs: Tensor, mask: Tensor) -> dict[str, Tensor]:
     """Sums over response tokens; divide by their number for the means. Scalars, no gradient.
 
     With r = p_trainer / p_sampler of a token that the sampler drew:
         k3_kl: r - 1 - log r, the k3 estimator of KL(sampler || trainer).
-        extreme: tokens with r > factor or r < 1 / factor (F(factor) of arXiv 2510.11370).
+        extreme: tokens with r > 2 or r < 1 / 2 (F(2) of arXiv 2510.11370).
         abs_dlogp: |log r|.
         bounded_ratio: tokens whose log r is at the bound of the policy loss, or beyond it. The log
             r of k3_kl is bounded as in that loss (`bounded_log_ratio`), so the sum is finite.
@@ -25,7 +23,6 @@ def agreement_sums(
     Args:
         logprobs, sampled_logprobs: same shape, float32.
         mask: 1 on response tokens, else 0.
-        factor: of `extreme`, above 1.
 
     Returns:
         The sums by name, always float32, which is enough for metrics.
@@ -35,7 +32,7 @@ def agreement_sums(
         magnitude = torch.where(mask > 0, logprobs.float() - sampled_logprobs.float(), 0.0).abs()
         return {
             "k3_kl": (torch.expm1(log_ratio) - log_ratio).sum(),
-            "extreme": (magnitude > math.log(factor)).sum().float(),
+            "extreme": (magnitude > math.log(2)).sum().float(),
             "abs_dlogp": magnitude.sum(),
             "bounded_ratio": (magnitude >= LOG_RATIO_BOUND).sum().float(),
         }

@@ -10,14 +10,13 @@ from megatron_r3.train.losses.agreement import agreement_sums
 
 def test_agreement() -> None:
     sampled = torch.tensor([-1.0, -1.0, -2.0, -0.1, 5.0])
-    trainer = torch.tensor([-1.0, -0.2, -1.2, -0.9, -9.0])
+    trainer = torch.tensor([-1.0, -0.2, -1.4, -0.9, -9.0])
     mask = torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0])
     sums = agreement_sums(trainer, sampled, mask)
-    log_ratio = [0.0, 0.8, 0.8, -0.8]
-    assert sums["abs_dlogp"].item() == pytest.approx(2.4)
+    log_ratio = [0.0, 0.8, 0.6, -0.8]
+    assert sums["abs_dlogp"].item() == pytest.approx(2.2)
     assert sums["k3_kl"].item() == pytest.approx(sum(math.exp(r) - 1 - r for r in log_ratio))
-    assert sums["extreme"].item() == 3  # 0.8 > log 2, on both sides
-    assert agreement_sums(trainer, sampled, mask, factor=3.0)["extreme"].item() == 0
+    assert sums["extreme"].item() == 2  # 0.8 > log 2 > 0.6, on both sides
 
 
 def test_direction_matters() -> None:
