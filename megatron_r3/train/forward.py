@@ -58,8 +58,8 @@ def forward_only(
 ) -> None:
     """Run micro-batches through this rank's model chunks by Megatron's own schedule.
 
-    All ranks call this together, outside of a step. The models are in training mode again
-    afterwards.
+    All ranks call this function together, outside of a step. Afterwards the models are in training
+    mode again.
 
     Args:
         forward_step: as scripts hand it to `pretrain()`, but the function that it returns is called

@@ -68,8 +68,8 @@ def build_models(args: Any) -> list[torch.nn.Module]:
 def built_from(args: Any) -> set[str]:
     """The names of the arguments that Megatron reads to configure a model.
 
-    With the same values of these arguments, Megatron builds the same model. They are observed, not
-    listed here, so those that a newer release adds are among them.
+    With the same values of these arguments, Megatron builds the same model. The reads are watched,
+    so arguments that a newer release adds are among them without a list.
 
     Args:
         args: what `initialize` returned.

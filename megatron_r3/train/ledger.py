@@ -113,14 +113,15 @@ class Ledger:
         """How many samples of this store the training has used.
 
         Args:
-            more: how many it draws now, beyond those of finished iterations.
+            more: how many samples the training draws now, beyond those of finished iterations.
         """
         return self.options.use.schedule.used(self.consumed() + more)
 
     def _continues(self, last: dict[str, Any]) -> bool:
         """Whether this is the store that was used last, even if shards of it are lost or changed.
 
-        It is if a directory has the same path, or, after a move, a shard has the same content.
+        A store is the same if a directory has the same path or, after a move, a shard has the same
+        content.
         """
         paths = {*self.store.index.resolved}
         identities = {identity for _, identity, _ in last["shards"]}

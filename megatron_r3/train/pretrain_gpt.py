@@ -56,8 +56,8 @@ def no_datasets(sizes: list[int], vp_stage: int | None = None) -> Any:
     """
     from megatron.training import get_args
 
-    # Imported here: `proof/fidelity/off.py` imports `forward_step` from this file in a process that
-    # can import no other modules of megatron_r3 but `launch` and `cpu`.
+    # Imported here: `proof/fidelity/off.py` imports `forward_step` from this file in a process in
+    # which, of the other modules of megatron_r3, only `launch` and `cpu` can be imported.
     from megatron_r3.train.refuse import refuse
 
     if getattr(get_args(), "rollouts", None) is None:

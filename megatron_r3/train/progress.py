@@ -87,7 +87,7 @@ class MegatronProgress:
 
 
 def checkpoint_directories(args: Any, base: str | None) -> tuple[str, ...]:
-    """The directories in which checkpoints lie, for Megatron's arguments.
+    """The directories in which checkpoints may lie, by Megatron's arguments.
 
     Args:
         base: --save or --load; None where it was not given.

@@ -78,7 +78,7 @@ def refuse_folder(option: str, folder: Path) -> None:
     """Refuse a folder in which nothing could be written later.
 
     Raises:
-        ValueError: it is a file, or lies below one, or this user may not write there.
+        ValueError: the folder is a file, lies below one, or is not writable for this user.
     """
     there = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
     if not there.is_dir():

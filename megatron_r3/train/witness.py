@@ -1,8 +1,8 @@
 """Watch what really reached each expert, after dispatch, and compare it with the record.
 
 A dispatcher moves hidden states without arithmetic, so a token's hidden state is recognised at the
-expert by its bytes. Neither the router nor the replay is asked what it did. Two tokens with the
-same bytes are the same computation, so counting them as a multiset loses nothing.
+expert by its bytes. So nothing that the router or the replay says of itself is used. Two tokens
+with the same bytes are the same computation, so counting them as a multiset loses nothing.
 
 Shape suffixes (docs/glossary.md): H, I, K, L, P, T.
 """
@@ -84,7 +84,7 @@ def _pairs(hashes_P: np.ndarray, experts_P: np.ndarray) -> np.ndarray:
 
 
 def matches(expected: np.ndarray, ignored: np.ndarray, received: np.ndarray) -> tuple[int, int]:
-    """How many recorded pairs arrived, and of how many; multisets of (hash, expert) `[P, 2]`.
+    """Compare multisets of (hash, expert) pairs, `[P, 2]`: those that were recorded, that arrived.
 
     Args:
         expected: pairs of recorded tokens, as the store says.
@@ -92,6 +92,7 @@ def matches(expected: np.ndarray, ignored: np.ndarray, received: np.ndarray) -> 
         received: what the experts got.
 
     Returns:
+        How many recorded pairs arrived, and how many were recorded or, if those are more, arrived.
         Example: expected {a, a, b}, ignored {c}, received {a, b, b, c}: without c, {a, b, b}
         arrived. a and b match once each, so the result is (2, 3).
     """
@@ -155,7 +156,7 @@ class DispatchWitness:
     def _attach_layer(self, number: int, layer: Any, result: Counter) -> None:
         dispatcher, guests = layer.token_dispatcher, getattr(layer, "guests", None)
         own = layer.local_expert_indices
-        # what the last dispatch of this layer sent, until its experts have got it
+        # what the last dispatch of this layer sent, until the experts have received it
         sent: dict[str, Any] = {}
         dispatch_preprocess = dispatcher.dispatch_preprocess
 

@@ -1,6 +1,6 @@
 """The policy loss of one micro-batch, as a loss function of Megatron's schedules returns it.
 
-No other module of this folder imports Megatron; this one does for the context-parallel group.
+No other module of this folder imports Megatron; this one needs the context-parallel group.
 
 Shape suffixes (docs/glossary.md): B, S.
 """
