@@ -9,6 +9,8 @@ from torch import Tensor
 
 from megatron_r3.train.losses.terms import LOG_RATIO_BOUND, bounded_log_ratio
 
+_EXTREME = 2.0  # the ratio above which, or below 1 / which, a token is extreme
+
 
 def agreement_sums(logprobs: Tensor, sampled_logprobs: Tensor, mask: Tensor) -> dict[str, Tensor]:
     """Sums over response tokens; divide by their number for the means. Scalars, no gradient.
@@ -21,7 +23,8 @@ def agreement_sums(logprobs: Tensor, sampled_logprobs: Tensor, mask: Tensor) -> 
             r of k3_kl is bounded as in that loss (`bounded_log_ratio`), so the sum is finite.
 
     Args:
-        logprobs, sampled_logprobs: same shape, float32.
+        logprobs: the trainer's, float32.
+        sampled_logprobs: the sampler's, of the same shape.
         mask: 1 on response tokens, else 0.
 
     Returns:
@@ -32,7 +35,7 @@ def agreement_sums(logprobs: Tensor, sampled_logprobs: Tensor, mask: Tensor) -> 
         magnitude = torch.where(mask > 0, logprobs.float() - sampled_logprobs.float(), 0.0).abs()
         return {
             "k3_kl": (torch.expm1(log_ratio) - log_ratio).sum(),
-            "extreme": (magnitude > math.log(2)).sum().float(),
+            "extreme": (magnitude > math.log(_EXTREME)).sum().float(),
             "abs_dlogp": magnitude.sum(),
             "bounded_ratio": (magnitude >= LOG_RATIO_BOUND).sum().float(),
         }
