@@ -76,6 +76,22 @@ class LayerSizes:
     load_at_home: int | None = None
 
 
+def pads(config: Any) -> bool:
+    """Whether dispatchers pad the tokens of each expert to a multiple, for fp8 or fp4."""
+    options = ("moe_router_padding_for_quantization", "moe_router_padding_for_fp8")  # 0.15 has fp8
+    return any(getattr(config, option, False) for option in options)
+
+
+def padded_counts(counts_LE: np.ndarray, multiple: int, num_tokens: int) -> np.ndarray:
+    """How many tokens a rank sends to each expert if its dispatcher pads the routing map.
+
+    Megatron sends more of the rank's own tokens to an expert, with weight 0, until their number is
+    a multiple (megatron/core/transformer/moe/moe_utils.py, `pad_routing_map`). Example: counts 3 0
+    9 10 of 10 tokens and the multiple 4 become 4 0 10 10, as there are no 12 tokens.
+    """
+    return np.minimum(-(-counts_LE // multiple) * multiple, num_tokens)
+
+
 def by_owner(counts_LE: np.ndarray, ranks: ExpertRanks) -> np.ndarray:
     """The counts of the experts of each rank, `[R, L, O]`, in the order of the group.
 

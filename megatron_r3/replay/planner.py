@@ -17,6 +17,8 @@ from megatron_r3.replay.plan import (
     by_owner,
     check_totals,
     layer_sizes,
+    padded_counts,
+    pads,
 )
 from megatron_r3.replay.rows import count_tokens
 
@@ -61,6 +63,7 @@ class Planner:
         from megatron.core import mpu
 
         self.num_experts, self.layer_numbers = config.num_moe_experts, layer_numbers
+        self._multiple = pad_multiple(config)
         others = (of for option, of in OTHER_SIZES.items() if getattr(config, option, None))
         self._other_sizes: SizesOf | None = next((of(config) for of in others), None)
         self.ranks = ExpertRanks(
@@ -88,12 +91,14 @@ class Planner:
             PlanError: a rank sends more tokens in one layer than in another.
         """
         counts_LE = count_tokens(routes.ids_LTK, self.num_experts).astype(np.int32)
+        totals_L = counts_LE.sum(1)
+        counts_LE = padded_counts(counts_LE, self._multiple, routes.ids_LTK.shape[1])
         # A rank needs the counts of its own experts alone; what plans in another way needs all.
         if self._other_sizes is None:
             for_rank = by_owner(counts_LE, self.ranks)
         else:
             for_rank = np.broadcast_to(counts_LE, (self.size, *counts_LE.shape))
-        sent = messages(for_rank, counts_LE.sum(1), not routes.live_T.any())
+        sent = messages(for_rank, totals_L, not routes.live_T.any())
         received, layers = self._exchange(sent), len(self.layer_numbers)
         if not received[:, -1].all():
             return None
@@ -110,6 +115,17 @@ class Planner:
         received = torch.empty(sent.shape, dtype=torch.int32)
         torch.distributed.all_to_all_single(received, torch.from_numpy(sent), group=self.group)
         return received.numpy()
+
+
+def pad_multiple(config: Any) -> int:
+    """Of what the number of tokens that a rank sends to an expert is a multiple; 1: any number."""
+    if not pads(config):
+        return 1
+    from megatron.core.transformer.moe import token_dispatcher
+
+    if hasattr(token_dispatcher, "get_align_size_for_quantization"):
+        return int(token_dispatcher.get_align_size_for_quantization(config))
+    return int(token_dispatcher.get_fp8_align_size(config.fp8_recipe))  # in 0.15
 
 
 def messages(for_rank: np.ndarray, totals_L: np.ndarray, known: bool) -> np.ndarray:

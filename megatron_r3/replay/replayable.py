@@ -126,11 +126,6 @@ def refusals(config: Any, upstream: Any = None) -> list[str]:
             "a CUDA graph that captures the router would repeat the routes of its first "
             "microbatch; use cuda_graph_impl=transformer_engine for attn alone",
         ),
-        (
-            given("moe_router_padding_for_quantization") or given("moe_router_padding_for_fp8"),
-            "moe_router_padding_for_quantization routes padding to experts that no rollout "
-            "recorded; unset it",
-        ),
         (given("flextron"), "flextron puts a top-k of its own into the routers; unset it"),
         (
             given("transformer_impl") == "inference_optimized",

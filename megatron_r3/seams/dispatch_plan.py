@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_r3.replay.plan import LayerSizes, PlanError
+from megatron_r3.replay.plan import LayerSizes, PlanError, pads
 
 
 class PlanHook:
@@ -41,6 +41,8 @@ class PlanHook:
         if sizes is None:
             return None
         dispatcher.num_out_tokens = routing_map_TE.size(0) * dispatcher.config.moe_router_topk
+        if pads(dispatcher.config):  # the map has pairs of padding too
+            dispatcher.num_out_tokens = int(sizes.input_splits.sum())
         if dispatcher.ep_size > 1 or dispatcher.tp_size > 1:
             dispatcher.input_splits = sizes.input_splits
             dispatcher.output_splits = sizes.output_splits

@@ -22,6 +22,7 @@ from megatron_r3.data.store.schema import StoreError
 from megatron_r3.replay.active import active_microbatch
 from megatron_r3.replay.layers import local_moe_layers
 from megatron_r3.replay.microbatch import MicrobatchRoutes
+from megatron_r3.replay.plan import pads
 from megatron_r3.replay.routes import MoEShape
 from megatron_r3.replay.rows import PADDING
 from megatron_r3.train.old_policy import OldPolicy
@@ -83,28 +84,36 @@ def _pairs(hashes_P: np.ndarray, experts_P: np.ndarray) -> np.ndarray:
     return np.stack([hashes_P, experts_P.astype(np.uint64)], axis=1)
 
 
-def matches(expected: np.ndarray, ignored: np.ndarray, received: np.ndarray) -> tuple[int, int]:
+def matches(
+    expected: np.ndarray, ignored: np.ndarray, received: np.ndarray, weightless: np.ndarray
+) -> tuple[int, int]:
     """Compare multisets of (hash, expert) pairs, `[P, 2]`: those that were recorded, that arrived.
 
     Args:
         expected: pairs of recorded tokens, as the store says.
         ignored: pairs of padding and missing tokens, as they were sent.
         received: what the experts got.
+        weightless: the pairs of `received` that were sent to pad experts for quantization, or that
+            have weight 0 as padding has. Such a pair is left out where it was not recorded.
 
     Returns:
         How many recorded pairs arrived, and how many were recorded or, if those are more, arrived.
-        Example: expected {a, a, b}, ignored {c}, received {a, b, b, c}: without c, {a, b, b}
-        arrived. a and b match once each, so the result is (2, 3).
+        Example: expected {a, a, b}, ignored {c}, received {a, b, b, c, d}, weightless {d}: without
+        c and d, {a, b, b} arrived. a and b match once each, so the result is (2, 3).
     """
     # Each pair becomes one number, which sorts 17 times faster: hash + expert * an odd number,
     # modulo 2^64. Different pairs have the same number as rarely as rows have the same hash.
-    pairs_P2 = np.concatenate([expected, ignored, received])
+    pairs_P2 = np.concatenate([expected, ignored, received, weightless])
     number_P = pairs_P2[:, 0] + pairs_P2[:, 1] * np.uint64(0x9E3779B97F4A7C15)
     keys, index = np.unique(number_P, return_inverse=True)
-    splits = np.split(index.reshape(-1), [len(expected), len(expected) + len(ignored)])
-    expected_n, ignored_n, received_n = (np.bincount(i, minlength=len(keys)) for i in splits)
+    splits = np.split(index.reshape(-1), np.cumsum([len(expected), len(ignored), len(received)]))
+    expected_n, ignored_n, received_n, weightless_n = (
+        np.bincount(i, minlength=len(keys)) for i in splits
+    )
     arrived_n = np.maximum(received_n - ignored_n, 0)
-    return int(np.minimum(expected_n, arrived_n).sum()), int(max(expected_n.sum(), arrived_n.sum()))
+    matched_n = np.minimum(expected_n, arrived_n)
+    arrived_n -= np.minimum(weightless_n, arrived_n - matched_n)
+    return int(matched_n.sum()), int(max(expected_n.sum(), arrived_n.sum()))
 
 
 class DispatchWitness:
@@ -155,7 +164,7 @@ class DispatchWitness:
 
     def _attach_layer(self, number: int, layer: Any, result: Counter) -> None:
         dispatcher, guests = layer.token_dispatcher, getattr(layer, "guests", None)
-        own = layer.local_expert_indices
+        own, padded = layer.local_expert_indices, pads(layer.config)
         # what the last dispatch of this layer sent, until the experts have received it
         sent: dict[str, Any] = {}
         dispatch_preprocess = dispatcher.dispatch_preprocess
@@ -175,8 +184,9 @@ class DispatchWitness:
         def before_experts(_: Any, inputs: tuple[Any, ...]) -> None:
             if "pairs" in sent:
                 received = _received(inputs[0], inputs[1], own)
-                pairs = _of_experts(own, dispatcher.tp_ep_group, *sent.pop("pairs"))
-                result.add_dispatched(*matches(pairs[0], pairs[1], received))
+                weightless_P = (inputs[2][: len(received)] == 0).cpu().numpy() & padded
+                expected, ignored = _of_experts(own, dispatcher.tp_ep_group, *sent.pop("pairs"))
+                result.add_dispatched(*matches(expected, ignored, received, received[weightless_P]))
 
         def before_guests(hidden_PH: Tensor, counts: Tensor, experts: list[int]) -> None:
             # Guests compute tokens of this rank's experts elsewhere, and of other ranks' experts
@@ -184,7 +194,7 @@ class DispatchWitness:
             if "pairs" in sent:
                 pairs = (*sent.pop("pairs"), _received(hidden_PH, counts, experts))
                 expected, ignored, received = _of_experts(own, dispatcher.tp_ep_group, *pairs)
-                result.add_dispatched(*matches(expected, ignored, received))
+                result.add_dispatched(*matches(expected, ignored, received, received[:0]))
 
         dispatcher.dispatch_preprocess = before_dispatch
         if guests is None:

@@ -58,6 +58,91 @@ def test_every_layer_and_pass_has_its_plan_and_trains_as_without(
         assert all(torch.equal(weights[name], want[name]) for name in want)
 
 
+def train_with_padding(
+    rank: int, argv: list[str], multiple: int, forget: bool = False
+) -> tuple[Counter[str], dict[str, torch.Tensor]]:
+    """`asked_for_sizes` with each expert's tokens padded to a multiple, as for fp8, in float32.
+
+    Megatron pads for fp8 and fp4 alone, which CPU tensors do not have, so the option is set behind
+    its check.
+
+    Args:
+        forget: the plan does not know of it.
+    """
+    from megatron.core.transformer.moe import token_dispatcher
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_r3.replay import planner
+    from megatron_r3.train.metrics import StepMetrics
+
+    checked, counts = TransformerConfig.__post_init__, Counter[str]()
+    pad, add = token_dispatcher.pad_routing_map, StepMetrics.add_dispatched
+
+    def padded(config: Any) -> None:
+        checked(config)
+        config.moe_router_padding_for_quantization = True
+
+    def counted(routing_map: torch.Tensor, multiple: int) -> torch.Tensor:
+        before = int(routing_map.sum())
+        routing_map = pad(routing_map, multiple)
+        counts["added"] += int(routing_map.sum()) - before
+        return routing_map
+
+    def dispatched(metrics: StepMetrics, matched: int, total: int) -> None:
+        counts["matched"] += matched
+        counts["total"] += total
+        add(metrics, matched, total)
+
+    TransformerConfig.__post_init__ = padded
+    token_dispatcher.get_align_size_for_quantization = lambda config: multiple
+    token_dispatcher.pad_routing_map = counted
+    StepMetrics.add_dispatched = dispatched  # type: ignore[method-assign]
+    if forget:
+        planner.pad_multiple = lambda config: 1
+    plans, weights = asked_for_sizes(rank, argv)
+    return counts + plans, weights
+
+
+TP2 = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+PADDED = {
+    "1 process": (1, []),
+    "EP2, recomputed": (2, [*EP2, *RECOMPUTE.split()]),
+    "TP2 SP, EP2": (2, [*EP2, *TP2, "--expert-tensor-parallel-size", "1"]),
+    "EP2 x ETP2": (4, [*EP2, *TP2]),
+    "EP4": (4, ["--expert-model-parallel-size", "4"]),
+    # it pads what each expert has received
+    "EP2, flex": (2, [*EP2, *"--moe-token-dispatcher-type flex --moe-enable-deepep".split()]),
+}
+
+
+@pytest.mark.parametrize("layout", slow_except(PADDED, "EP2, recomputed"))
+def test_padding_for_quantization_changes_sizes_alone(
+    patched: TreeWorker, policy: Policy, layout: str
+) -> None:
+    ranks, more = PADDED[layout]
+    # with SGD and a rate of 1 a weight changes by its gradient
+    more = [*more, "--optimizer", "sgd", "--lr", "1", "--moe-router-replay-verify-plan"]
+    argv = policy.arguments(*more)
+    results = patched.run(train_with_padding, ranks, argv, 8, timeout_s=240)
+    without = patched.run(asked_for_sizes, ranks, argv, timeout_s=240)
+    for (counts, weights), (none, want) in zip(results, without, strict=True):
+        assert counts["plan"] == none["plan"]
+        assert (counts["plan"] > 0) == ("flex" not in layout)  # which plans nothing
+        assert counts["added"] > 0
+        assert counts["matched"] == counts["total"] > 0
+        for name in want:
+            torch.testing.assert_close(weights[name], want[name], rtol=1e-5, atol=1e-6)
+
+
+def test_a_plan_without_the_padding_is_noticed(patched: TreeWorker, policy: Policy) -> None:
+    argv = policy.arguments(*EP2)
+    for counts, _ in patched.run(train_with_padding, 2, argv, 8, True, timeout_s=120):
+        assert counts["matched"] < counts["total"]
+    checked = [*argv, "--moe-router-replay-verify-plan"]
+    with pytest.raises(RankError, match=r"dispatch plan: layer 1, rank .: tokens_per_expert is"):
+        patched.run(train_with_padding, 2, checked, 8, True, timeout_s=120)
+
+
 def test_a_missing_row_on_one_rank_sends_all_ranks_the_ordinary_way(
     patched: TreeWorker, policy: Policy, tmp_path: Path
 ) -> None:

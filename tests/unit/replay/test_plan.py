@@ -1,6 +1,6 @@
 """The plan against what every rank would count for itself.
 
-Shape suffixes (docs/glossary.md): E, L.
+Shape suffixes (docs/glossary.md): E, L, T.
 """
 
 import numpy as np
@@ -12,6 +12,7 @@ from megatron_r3.replay.plan import (
     by_owner,
     check_totals,
     layer_sizes,
+    padded_counts,
 )
 from megatron_r3.replay.planner import messages
 from megatron_r3.replay.rows import count_tokens
@@ -87,3 +88,16 @@ def test_a_message_is_sent_as_it_lies_in_memory(whole):
     assert (sent.flags.c_contiguous, sent.dtype) == (True, np.int32)
     for rank, row in enumerate(sent):
         assert row.tolist() == [*for_rank[rank].ravel(), *counts_LE.sum(1), 1]
+
+
+def test_padding_adds_tokens_up_to_a_multiple_or_to_all():
+    counts = np.array([[3, 0, 9, 10]], np.int32)
+    assert padded_counts(counts, 4, 10).tolist() == [[4, 0, 10, 10]]
+    assert padded_counts(counts, 1, 10).tolist() == counts.tolist()
+    # token by token, as Megatron does it: the first ones that an expert does not have
+    map_TE = np.random.default_rng(0).random((50, E)) < 0.3
+    for column in map_TE.T:
+        missing = -column.sum() % 16
+        padded = column.copy()
+        padded[np.flatnonzero(~column)[:missing]] = True
+        assert padded_counts(column.sum(), 16, 50) == padded.sum()

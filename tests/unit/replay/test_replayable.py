@@ -21,7 +21,6 @@ WRONG: dict[str, dict[str, Any]] = {
     "force_load_balancing": {"moe_router_force_load_balancing": True},
     "force_biased": {"moe_router_force_biased": 0.0},
     "CUDA graph": {"cuda_graph_impl": "local", "cuda_graph_modules": ["attn", "moe_router"]},
-    "padding_for_quantization": {"moe_router_padding_for_quantization": True},
     "flextron": {"flextron": True},
     "inference_optimized": {"transformer_impl": "inference_optimized"},
 }
