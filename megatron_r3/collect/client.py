@@ -1,4 +1,4 @@
-"""HTTP client for one server; repeats a request after no connection, a timeout, 429 or 5xx."""
+"""HTTP client for one server; repeats requests after connection errors, timeouts, 429 and 5xx."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ try:
     import httpx
 except ImportError as missing:  # an optional dependency: a trainer does not need it
     raise ValueError(
-        "collecting rollouts takes httpx: pip install 'megatron-r3[collect]'"
+        "collecting rollouts needs httpx: pip install 'megatron-r3[collect]'"
     ) from missing
 
 LONGEST_PAUSE_S = 30.0
-MOST_BYTES_OF_A_PAGE = 1 << 22  # what a server says of itself; SGLang's page has some 20 kB
+MOST_BYTES_OF_A_PAGE = 1 << 22  # a page about the server itself; SGLang's has some 20 kB
 MOST_BYTES_OF_A_REFUSAL = 1 << 16
 
 
@@ -29,7 +29,7 @@ class _TryAgain(Exception):
     """This request failed, and a repetition of it may succeed.
 
     Attributes:
-        pause: after how many seconds the server wants the repetition.
+        pause: seconds that the server asks to wait before the repetition; 0 if it asks nothing.
     """
 
     def __init__(self, reason: str, pause: float = 0.0) -> None:
@@ -38,13 +38,13 @@ class _TryAgain(Exception):
 
 
 class Client:
-    """Sends requests and repeats them after connection errors, timeouts, 429 and 5xx.
+    """Sends requests to one server.
 
     Args:
         url: the server's address; a `/v1` at its end is left out.
         concurrency: the largest number of requests at a time.
         timeout: seconds for one request, from connecting to the last byte.
-        retries: how often one request is repeated.
+        retries: how often a request is repeated after a connection error, a timeout, 429 or 5xx.
         pause: seconds before the first repetition. The pause doubles with each repetition, and a
             random factor from 0.5 to 1.5 keeps many requests from coming back in one moment.
 
@@ -53,7 +53,7 @@ class Client:
         on_retry: called before each repetition.
 
     Raises:
-        EngineError: `url` is no http address.
+        EngineError: `url` is not an http address.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Client:
             headers={"Accept-Encoding": "identity"},
             timeout=timeout,
             limits=httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency),
-            # Engines run on this machine or near it: a proxy of the environment is not for them.
+            # Ignore the environment's proxy: an engine runs on this machine or near it.
             trust_env=False,
         )
 
@@ -76,7 +76,7 @@ class Client:
         await self._http.aclose()
 
     async def post(self, path: str, body: Any, most_bytes: int) -> Any:
-        """The JSON that the server answers to a JSON body.
+        """Send a JSON body, and return the JSON of the answer.
 
         Args:
             path: of the request; it begins with a slash.
@@ -85,12 +85,12 @@ class Client:
 
         Raises:
             NoAnswer: all repetitions failed, or the server refused the request for good.
-            EngineError: the answer is too long, or no JSON.
+            EngineError: the answer is too long, or is not JSON.
         """
         return await self._ask("POST", path, body, most_bytes)
 
     async def get(self, path: str) -> Any:
-        """The JSON at a path; raises as `post`."""
+        """The JSON at a path; raises what `post` raises."""
         return await self._ask("GET", path, None, MOST_BYTES_OF_A_PAGE)
 
     async def _ask(self, method: str, path: str, body: Any, most_bytes: int) -> Any:
@@ -112,7 +112,7 @@ class Client:
         raise AssertionError("unreachable")
 
     async def _send(self, method: str, path: str, body: Any, most_bytes: int) -> bytearray:
-        """Send a request once; raises `_TryAgain` if it is worth a repetition."""
+        """Send a request once; raises `_TryAgain` if a repetition may succeed."""
         try:
             # `wait_for` of Python 3.11 may swallow a cancel; `signals.end_tasks` deals with that.
             exchange = self._exchange(method, path, body, most_bytes)
@@ -126,8 +126,8 @@ class Client:
         except EngineError as error:
             raise EngineError(f"{self.url}{path}: {error}") from error
         except Exception as error:
-            # The libraries below raise anything for what they cannot send: UnicodeError for the
-            # host `a..b`, ValueError for a body with NaN.
+            # For a request that it cannot send, httpx lets errors of many kinds through:
+            # UnicodeError for the host `a..b`, ValueError for a body with NaN.
             reason = one_line(f"{type(error).__name__}: {error}", 300)
             raise NoAnswer(f"{self.url}{path}: {reason}") from error
 
@@ -145,9 +145,9 @@ class Client:
 def _address(url: str) -> tuple[str, tuple[str, str] | None]:
     """The address without a user, and the user's name and password.
 
-    No message shows a password. If the address cannot be parsed, a message leaves out all that
-    stands before its last `@`. Example: `http://me:pass#word@host` parses as the host `me` with the
-    port `pass`, so the parser's own message would quote half of the password; here it is shown as
+    No message shows a password. If the address is wrong, the message leaves out all that stands
+    before the last `@`. Example: `http://me:pass#word@host` parses as the host `me` with the port
+    `pass`, so the parser's own message would quote half of the password; ours shows the address as
     `http://...@host`.
     """
     shown = one_line(re.sub(r"^([a-zA-Z]+://)?.*@", r"\1...@", url, flags=re.DOTALL), 300)
@@ -173,21 +173,21 @@ async def _body(answer: httpx.Response, most_bytes: int) -> bytearray:
     encoding = answer.headers.get("content-encoding", "").strip().lower()
     if encoding not in ("", "identity"):
         raise EngineError(
-            f"the body has the encoding {one_line(encoding, 40)!r}, and identity was asked for: "
-            "is there a proxy in between? Give the server's own address"
+            f"the body has the encoding {one_line(encoding, 40)!r}, though the request asked for "
+            "none: is there a proxy in between? Give the server's own address"
         )
-    most = f"what was asked for takes {most_bytes} at most: is this the server of --model?"
+    most = f"this request's answer has at most {most_bytes}: does the server run --model?"
     length = answer.headers.get("content-length", "")
     if length.isdigit() and int(length) > most_bytes:
         raise EngineError(f"the body has {length} bytes; {most}")
-    body = await _beginning(answer, most_bytes + 1)  # one byte more, to see that it is too long
+    body = await _beginning(answer, most_bytes + 1)  # one byte more shows a body that is too long
     if len(body) > most_bytes:
-        raise EngineError(f"the body does not end; {most}")
+        raise EngineError(f"the body has more than {most_bytes} bytes; {most}")
     return body
 
 
 async def _beginning(answer: httpx.Response, most_bytes: int) -> bytearray:
-    """The first bytes of a body, as they came."""
+    """The first `most_bytes` bytes of a body, or all if it has fewer; nothing is decompressed."""
     body = bytearray()
     async for piece in answer.aiter_raw():
         body += piece[: most_bytes - len(body)]
@@ -200,7 +200,7 @@ def _refusal(status: int, body: bytearray) -> str:
     """The status and the server's reason, in one line.
 
     Servers give the reason as `{"error": {"message": ...}}`, `{"error": ...}`, `{"detail": ...}`,
-    or as a page; a page is shown as it is.
+    or as plain text or HTML, which is shown as it came.
     """
     reason: Any = body.decode("utf-8", "replace")
     try:

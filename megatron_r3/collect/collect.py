@@ -2,8 +2,8 @@
 
 There is one path for every engine. `concurrency` workers take the missing samples in turn; each
 waits for the engine and the reward (`Sampler`), and hands its rollout to the `Shelf`, which writes
-whole groups. However the collection ends, the groups that are whole then are stored, and the same
-command takes the rest (resume.py).
+whole groups. After an error or a signal (SIGKILL excepted) the groups that are whole are stored
+too, and the same command samples the rest (resume.py).
 
 Shape suffixes (docs/glossary.md): C, N.
 """
@@ -49,15 +49,17 @@ def collect(
         engine: samples the responses; it is closed at the end.
         plan: what to collect.
         concurrency: how many samples are under way at a time.
-        check: refuses an engine by what it says of itself, before anything is sampled. None: nobody
-            has given the engine its weights here, so the model must not be that of another version.
+        check: gets what the engine says of itself before anything is sampled, and raises ValueError
+            to refuse the engine. Give it if you have loaded the weights into the engine: then the
+            store may hold the same weights under another policy version. None refuses that.
 
     Raises:
-        CollectError: rollouts are missing at the end, or the engine answers no prompt.
-        EngineChanged: the engine became another one. Groups that were whole before are stored.
-        RewardError: the reward function failed. Groups that were whole before are stored.
-        Interrupted: SIGINT, SIGTERM or SIGHUP came. Groups that were whole before are stored.
-        ValueError: engine, store and plan do not belong together. Nothing was sampled.
+        CollectError: rollouts are missing at the end, or many prompts in a row gave none.
+        EngineChanged: the engine or its weights changed. Whole groups are stored.
+        RewardError: the reward function failed. Whole groups are stored.
+        Interrupted: SIGINT, SIGTERM or SIGHUP came. Whole groups are stored.
+        ValueError: engine, store and plan do not fit together (nothing was sampled), or
+            `plan.check` refuses a shard.
     """
     for prompt in plan.prompts:
         engine.check(prompt)
@@ -80,7 +82,7 @@ async def _collect(
                 sampling=plan.sampling.settings,
             )
             info.check()
-            # In this order: nobody else may add to the store between looking and writing.
+            # The lock comes first: nobody else may add to the store between this look and a write.
             with only_writer(plan.out):
                 stored = stored_samples(
                     plan.out, info, plan.policy_version, plan.prompts, pushed=check is not None
@@ -106,13 +108,13 @@ async def _work_all(
     concurrency: int,
     stop: Stop,
 ) -> None:
-    """Sample all that is missing. Whatever happens, groups that are whole are stored, unless the
-    plan wants all or nothing.
+    """Sample all that is missing. Whole groups are stored whatever is raised, unless the plan wants
+    all or nothing.
 
     Raises:
         CollectError: samples were given up.
         Interrupted: a signal came.
-        ValueError: from a reward, a store, or an engine that changed.
+        ValueError: a reward failed, a shard cannot be written, or the engine changed.
     """
     shelf.expect(prompt.group for prompt, _ in missing)
     team = _Team(sampler, shelf)
@@ -127,8 +129,7 @@ async def _work_all(
     except Interrupted as error:
         interrupted = error
     finally:
-        # A cancel may get lost (`end_tasks`). A worker that misses its own sees this before it
-        # takes the next sample.
+        # A cancel may get lost (`end_tasks`): that worker ends by `ending`, before its next sample.
         team.ending = True
         await end_tasks(workers)
         sampler.close()
@@ -143,7 +144,7 @@ class GivenUp(Exception):
 
 
 class Sampler:
-    """Makes rollouts of a plan's prompts.
+    """Has the engine answer a plan's prompts, and rewards the responses.
 
     Args:
         engine: samples the responses.
@@ -160,15 +161,15 @@ class Sampler:
         self._rewards = BackgroundThread("reward")
 
     def close(self) -> None:
-        """End the thread of the rewards, after the reward that it computes now."""
+        """Have the reward thread end after the reward that it computes now."""
         self._rewards.close()
 
     async def sample(self, prompt: Prompt, index: int) -> Rollout:
-        """One rollout of a response; afterwards the engine has confirmed that it is the same one.
+        """Sample one response and reward it.
 
         Raises:
             GivenUp: there is no response, or none that can be used.
-            EngineChanged: the engine or its weights are others than at the start.
+            EngineChanged: the engine or its weights are not those of the start.
             RewardError: the reward function failed.
         """
         plan, where = self.plan, f"{prompt.where}, sample {index}"
@@ -187,10 +188,11 @@ class Sampler:
         raise AssertionError("unreachable")
 
     async def _ask(self, prompt: Prompt, index: int, where: str) -> Answer:
-        """Ask for one response; afterwards the engine has confirmed that it is still the same.
+        """Ask for one response, then have the engine confirm that it has not changed.
 
         Raises:
-            EngineError: the response cannot be used.
+            EngineError: there is no response, or it cannot be used.
+            EngineChanged: the engine or its weights are not those of the start.
         """
         seed = self.plan.sampling.seed_of(prompt.group, index, self.plan.policy_version)
         answer = await self._engine.sample(prompt, seed, where)
@@ -209,7 +211,7 @@ class Sampler:
             sample=index,
             policy_version=plan.policy_version,
             prompt_digest=prompt.digest,
-            versions_C2=None,  # one version of the weights sampled all of it: see EnginePolicy
+            versions_C2=None,  # one version of the weights sampled the response (EnginePolicy)
         )
         rollout.check(where)
         self.progress.tokens += int(rollout.response_N.sum())
@@ -250,7 +252,7 @@ class _Team:
                 return
 
     def count(self) -> None:
-        """Bring the counts up to date."""
+        """Copy the shelf's counts to the progress bar."""
         progress = self.sampler.progress
         progress.stored, progress.waiting = self.shelf.stored, self.shelf.waiting
         progress.show()
@@ -265,7 +267,7 @@ class _Team:
     def raise_reason(
         self, failures: Sequence[BaseException], interrupted: Interrupted | None
     ) -> None:
-        """Raise why the collection ended early, or what it lacks; return if it is complete."""
+        """Raise why the collection ended early or lacks rollouts; return if it is complete."""
         progress = self.sampler.progress
         have = f"{self.shelf.out} has {progress.before + progress.stored}"
         have += f" of {progress.total} rollouts"

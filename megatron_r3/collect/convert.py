@@ -1,4 +1,4 @@
-"""From recorded responses of an engine, JSON lines, to a new store.
+"""Convert an engine's recorded responses, JSON lines, into a new store.
 
 Shape suffixes (docs/glossary.md): C.
 """
@@ -34,20 +34,20 @@ from megatron_r3.data.untrusted import read_json
 from megatron_r3.data.values import wrong_name, wrong_text
 from megatron_r3.replay.words import quoted, said
 
-# Bytes of one line. 16 samples of 32,768 tokens of a model with 94 layers and top-8 are half of it.
+# Bytes of one line. The ids of 16 samples of 32,768 tokens, 94 layers and top-8 take half of that.
 _MOST_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
 class Recording:
-    """Responses that were recorded.
+    """A file of recorded responses, and what the file does not say of them.
 
     Attributes:
         path: JSON lines `{"request": ..., "response": ..., "reward"?: ..., "group"?: ...}`.
         engine, engine_version: the engine that sampled them.
         model: the model that the engine ran.
-        policy_version: which policy sampled; None takes the versions that the responses report,
-            where these are whole numbers, and 0 where they are not.
+        policy_version: which policy sampled; None takes the version that each response reports if
+            that is a whole number, else 0.
         reward: rewards the lines that have no `reward`. None means that each line must have one.
     """
 
@@ -64,22 +64,22 @@ def convert_responses(
 ) -> tuple[int, list[str], list[str]]:
     """Write a new store of every choice of every response.
 
-    A line's group is its `group`. If the lines have none, each prompt of each request is a group of
-    its own. The samples of a group are numbered on from line to line. A group is in one shard if
+    A line's group is its `group`. If no line has that field, each prompt of each request is a group
+    of its own. The samples of a group are numbered on from line to line. A group is in one shard if
     its lines follow each other.
 
     Args:
-        shard_size: rollouts of a shard, or a few more.
-        skip_refused: leave out responses that cannot be decoded, or were sampled in another way
-            than the first. Otherwise such a line is an error.
+        shard_size: rollouts of a shard; a few more keep a group whole.
+        skip_refused: leave out responses that cannot be decoded, or whose request has other
+            sampling settings or another model than the first. Otherwise such a line is an error.
 
     Returns:
-        How many rollouts the store has, for each line that was left out, why, and what else a user
-        should know, a line each.
+        The number of rollouts in the store; the reason for each line that was left out; and notes
+        for the user.
 
     Raises:
-        EngineError: a line is no response, cannot be decoded, or was sampled in another way than
-            the first.
+        EngineError: a line is no response, cannot be decoded, or has other sampling settings or
+            another model than the first.
         RewardError: a line has no reward, or the reward function failed.
         StoreError: `out` exists already, or cannot be written.
     """
@@ -109,10 +109,10 @@ def convert_responses(
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each line that is not empty: how errors call it, and its object.
+    """Each line that is not empty: the line's name in errors, and its object.
 
     Raises:
-        EngineError: the file cannot be read, or a line is no `{"request": {}, "response": ...}`.
+        EngineError: the file cannot be read, or a line is not `{"request": {}, "response": ...}`.
     """
     try:
         with path.open("rb") as file:
@@ -143,7 +143,7 @@ def _store_info(recording: Recording) -> StoreInfo:
     names = {"--engine-version": recording.engine_version, "--model": recording.model.name}
     for option, name in names.items():
         if wrong := wrong_text(name):
-            raise EngineError(f"{option} {quoted(name)}: as a name in a store it must be {wrong}")
+            raise EngineError(f"{option} {quoted(name)}: a name in a store must be {wrong}")
     return recording.model.store_info(recording.engine, recording.engine_version)
 
 
@@ -151,8 +151,8 @@ class _Reader:
     """Reads a recording line by line; counts the prompts, and the samples of each group.
 
     Attributes:
-        sampling: how the first line that could be decoded was sampled.
-        left_out: the settings that a line leaves to its engine.
+        sampling: the settings of the first line that could be decoded.
+        left_out: the settings that at least one request left to the engine.
     """
 
     def __init__(self, recording: Recording) -> None:
@@ -160,22 +160,22 @@ class _Reader:
         self.sampling = SamplingSettings()
         self.defaults = recording.model.sampling_defaults
         self.left_out: set[str] = set()
-        self._model: Any = None  # the name that the first line has
-        self._first_line = ""  # the line that `sampling` is of; empty before it came
+        self._model: Any = None  # the model that the request of `_first_line` names
+        self._first_line = ""  # the line that `sampling` comes from; empty before that line
         self._samples: Counter[int] = Counter()  # of each group, so far
-        # for each group the digest of its prompt, its limit of tokens, and the line that came first
+        # for each group the digest of its prompt, its max_tokens, and the name of its first line
         self._prompt_of: dict[int, tuple[int, int | None, str]] = {}
         self._prompts = 0  # the number of the next group, if lines do not name theirs
         self._lines_name_groups: bool | None = None  # None before the first line
 
     def notes(self) -> list[str]:
-        """What the store does not know, after all lines."""
+        """Notes for the user on settings that the store lacks; complete after the last line."""
         if not self.left_out:
             return []
         return [
             f"requests leave out {', '.join(sorted(self.left_out))}: {self.recording.engine} took "
             "its own values, or those of the model's generation_config.json; the store does not "
-            "know them"
+            "record them"
         ]
 
     def lines(self) -> Iterator[tuple[list[Rollout], str]]:
@@ -186,8 +186,9 @@ class _Reader:
     def _decoded(self, line: dict[str, Any], where: str) -> tuple[list[Rollout], str]:
         response, request = line["response"], line["request"]
         try:
-            # The turns of an agent may have different limits of tokens, and such a limit changes no
-            # token's probability. So it is compared inside a group alone (`_refuse_other_prompt`).
+            # The turns of an agent may have different limits of tokens, and a limit changes no
+            # token's probability. So limits are compared only within a group, by
+            # `_refuse_other_prompt`.
             settings = replace(settings_of(request, where), max_tokens=None)
             refuse_defaults(self.recording.engine, request, self.defaults, where)
             engine, shape = self.recording.engine, self.recording.model.shape
@@ -201,30 +202,30 @@ class _Reader:
             versions = [self._version(*both, i, where) for i, both in enumerate(decoded)]
         except EngineError as error:
             return [], str(error)
-        # The decoders refuse what they know to be wrong; this catches what they do not know.
+        # The decoders refuse the faults that they know; here the others are caught.
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError) as error:
             return [], f"{where}: the response cannot be read ({said(repr(error))})"
         return list(self._rollouts(line, decoded, digests, versions, where)), ""
 
     def _refuse_other_settings(self, settings: SamplingSettings, model: Any, where: str) -> None:
-        """A store has one way of sampling and one model, those of its first response.
+        """Refuse a line with other sampling settings or another model than the first line has.
 
-        A server knows an adapter, too, by the name of a model.
+        Servers name LoRA adapters as models, so another name may stand for other weights.
         """
         if not self._first_line:
             self.sampling, self._first_line, self._model = settings, where, model
         if model != self._model:
             raise EngineError(
-                f"{where}: the request names the model {quoted(model)}, and {quoted(self._model)} "
-                f"in {self._first_line}: convert such lines into a store of their own"
+                f"{where}: the request names the model {quoted(model)}, and {self._first_line} "
+                f"names {quoted(self._model)}: convert such lines into a store of their own"
             )
         for name, first in vars(self.sampling).items():
             given = getattr(settings, name)
             if given != first:
                 raise EngineError(
                     f"{where}: {name} {_or_not_said(given)}, and {_or_not_said(first)} in "
-                    f"{self._first_line}: a store has one way of sampling; convert such lines "
-                    "into a store of their own"
+                    f"{self._first_line}: a store has one value of each setting; convert such "
+                    "lines into a store of their own"
                 )
 
     def _rollouts(
@@ -257,10 +258,11 @@ class _Reader:
             )
 
     def _version(self, choice: Rollout, says: Said, index: int, where: str) -> int:
-        """The policy version of one choice: of its spans, of the command, or of the response.
+        """The policy version of one choice: that of its first span, else --policy-version, else
+        what the response reports.
 
         Raises:
-            EngineError: the command names another version than the spans begin with.
+            EngineError: --policy-version is not the version of the first span.
         """
         given = self.recording.policy_version
         if choice.versions_C2 is not None:
@@ -268,7 +270,7 @@ class _Reader:
                 raise EngineError(
                     f"{where}, choice {index}: the engine's versions "
                     f"{choice.versions_C2[:, 1].tolist()[:20]} sampled it, and --policy-version "
-                    f"says {given}: leave --policy-version out, and the versions are the engine's"
+                    f"says {given}: leave --policy-version out to store the engine's versions"
                 )
             return choice.policy_version
         if given is not None:
@@ -280,39 +282,42 @@ class _Reader:
         """The group of the line's first prompt."""
         given = line.get("group")
         if self._lines_name_groups not in (None, given is not None):
-            raise EngineError(f"{where}: give every line a `group`, or no line")
+            raise EngineError(
+                f"{where}: some lines have a `group` and some have none: give one to all or to none"
+            )
         self._lines_name_groups = given is not None
         if given is None:
             self._prompts += prompts
             return self._prompts - prompts
         if prompts > 1 or isinstance(given, bool) or not isinstance(given, int):
             raise EngineError(
-                f"{where}: `group` must be a whole number, and its request must have one prompt"
+                f"{where}: `group` must be a whole number, and the line's request must have only "
+                "one prompt"
             )
         return given
 
     def _refuse_other_prompt(self, group: int, digest: int, most: int | None, where: str) -> None:
-        """Advantages are normalised over a group, so its rollouts must answer one prompt.
+        """Refuse a rollout with another prompt or another limit of tokens than its group has.
 
-        And within one limit of tokens: a response that is cut off at 8 tokens would get its reward
-        beside one that had 1000.
+        Rewards are normalised over a group, so all its responses must answer one prompt within one
+        limit. Otherwise a response that was cut off at 8 tokens is compared with one of 1000.
         """
         known, limit, first_line = self._prompt_of.setdefault(group, (digest, most, where))
         if known != digest:
             raise EngineError(
-                f"{where}: group {group} has another prompt in {first_line}; each prompt has a "
+                f"{where}: group {group} has another prompt in {first_line}; give each prompt a "
                 "group of its own"
             )
         if limit != most:
             raise EngineError(
                 f"{where}: max_tokens {_or_not_said(most)}, and {_or_not_said(limit)} in "
-                f"{first_line}, of the same group {group}: give each limit a group of its own"
+                f"{first_line}, which has the same group {group}: give each limit its own group"
             )
 
     def _reward(
         self, line: dict[str, Any], index: int, count: int, sample: RewardSample, where: str
     ) -> float:
-        """The reward of one choice: from the line, if it has any, else from the function.
+        """The reward of one choice: the line's, if the line has one, else the function's.
 
         A line's `reward` is a number, or a list with a number for each choice.
         """

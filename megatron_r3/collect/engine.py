@@ -1,4 +1,4 @@
-"""What a collection needs from an engine: who it is, a sample, and that it is still the same.
+"""What a collection needs from an engine: its identity, samples, and a check that it is the same.
 
 `collect` has one path for every engine. The engines differ behind the interface `Engine`:
 `server.Server` asks a vLLM or SGLang server over HTTP, and `generate.Transformers` runs the model
@@ -19,7 +19,7 @@ from megatron_r3.data.rollout import Rollout
 
 
 class NoAnswer(EngineError):
-    """The engine gave no answer, and the same request again would not change that.
+    """The engine gave no answer: repetitions failed, or would fail in the same way.
 
     Attributes:
         status: the HTTP status, if a server refused the request; None otherwise.
@@ -36,12 +36,12 @@ class EngineChanged(ValueError):
 
 @dataclass(frozen=True)
 class Identity:
-    """What an engine says of itself. A field is empty where the engine does not say it.
+    """What an engine says of itself. A field is empty where the engine says nothing of it.
 
     Attributes:
         version: the version of the engine.
         model: the name under which the engine has its model.
-        policy: the version of the weights, as whoever loaded them into the engine named it.
+        policy: the version of the weights: the name that the engine got when they were loaded.
     """
 
     version: str = ""
@@ -51,11 +51,11 @@ class Identity:
 
 @dataclass(frozen=True)
 class Answer:
-    """One sample, without the response body that it came in, which may be many times as large.
+    """One decoded sample. The response body, which may be many times as large, is not kept.
 
     Attributes:
-        decoded: tokens, log-probs and routes, checked; the reward and the name are not known yet.
-        said: what the engine says beside.
+        decoded: tokens, log-probs and routes, checked; reward, group and sample number are not set.
+        said: the text, why the response ended, and which weights sampled, as the engine says them.
     """
 
     decoded: Rollout
@@ -68,20 +68,20 @@ class Engine(Protocol):
     name: str
 
     def check(self, prompt: Prompt) -> None:
-        """Refuse a prompt that this engine cannot be asked; asks nothing.
+        """Refuse a prompt that this engine does not take; the engine is not asked.
 
         Raises:
             PromptError: naming the line of the prompt.
         """
 
     async def begin(self, on_retry: Callable[[], None]) -> Identity:
-        """Find out who the engine is.
+        """Ask the engine for its identity.
 
         Args:
             on_retry: called before each repetition of a request.
 
         Raises:
-            EngineError: the engine does not answer, or the answer is not that of such an engine.
+            EngineError: there is no answer, or one that no engine of this kind gives.
         """
 
     async def sample(self, prompt: Prompt, seed: int | None, where: str) -> Answer:
@@ -89,66 +89,68 @@ class Engine(Protocol):
 
         Args:
             seed: of this sample alone; None leaves the choice to the engine.
-            where: how errors call this sample.
+            where: the name of this sample in errors.
 
         Raises:
             NoAnswer: there is no response, and asking again is of no use.
-            EngineError: there is a response that cannot be used. Another one may be usable.
+            EngineError: the response cannot be used; a second one may be usable.
         """
 
     async def confirm(self) -> None:
-        """Return if the engine, asked after this call began, is still the one that `begin` met.
+        """Ask for the engine's identity again; return if it is the one that `begin` got.
+
+        The engine must be asked after this call began: an earlier answer proves nothing.
 
         Raises:
-            EngineChanged: it is another one.
-            NoAnswer: it does not say who it is.
+            EngineChanged: the identity differs.
+            NoAnswer: the engine does not give it.
         """
 
     async def close(self) -> None:
-        """Give up what the engine holds: connections, threads."""
+        """Close the engine's connections and threads."""
 
 
 class EnginePolicy:
-    """Holds all samples of one policy version to one version of the engine's weights.
+    """Refuses a policy version that two versions of the engine's weights sampled.
 
-    An engine may report the version of its weights: SGLang in each response and on its page, vLLM
-    on a page if the server takes new weights, and from 0.32 on in responses. The first version that
-    is reported is kept and stored. Every later response must report the same.
+    An engine may report the version of its weights: SGLang in each response and at /model_info,
+    vLLM at /weight_info if the server takes new weights, and from 0.32 on in responses. The first
+    version that is reported is kept and stored. Every later response must report the same.
 
     Args:
         shelf: writes the shards, whose header holds the version.
-        stored: the version that the store's rollouts of this policy version name. None means that
-            there are no such rollouts.
+        stored: the engine's version in the store's shards of this policy version; "" if these
+            shards name none. None means that there are no such shards.
     """
 
     def __init__(self, shelf: Shelf, stored: str | None) -> None:
         at_the_start = shelf.info.engine_policy
         self._shelf = shelf
         self._known: str | None = (at_the_start or None) if stored is None else stored
-        # The store names a version and the engine's page did not: then each response has to.
+        # If the store names a version and the engine did not at the start, each response must.
         self._responses_must_say = bool(stored) and not at_the_start
         if stored is not None:
             shelf.info = replace(shelf.info, engine_policy=stored)
 
     def check(self, reported: Sequence[str], where: str) -> None:
-        """Refuse a response that other weights sampled, or that two versions of them sampled.
+        """Refuse a response that other weights sampled, or two versions of the weights.
 
         Args:
             reported: the versions that the response names; empty if the engine reports none.
-            where: how errors call the response.
+            where: the name of the response in errors.
 
         Raises:
-            EngineChanged: naming both versions.
+            EngineChanged: naming the version of the response and the one before.
         """
         if not reported and self._responses_must_say:
             raise EngineChanged(
                 f"{where}: the engine does not say which weights sampled; the rollouts in "
-                f"{self._shelf.out} are of its weights {self._known!r}: give another "
+                f"{self._shelf.out} were sampled by its weights {self._known!r}: give another "
                 "--policy-version or --out"
             )
         for version in reported:
             if self._known is None and self._shelf.stored:
-                # Shards without a version are written already, so "no version" is what is known.
+                # Shards are written whose header names no version, so no response may name one.
                 self._known = ""
             if self._known is None:
                 self._known = version
@@ -156,6 +158,6 @@ class EnginePolicy:
             elif version != self._known:
                 before = repr(self._known) if self._known else "without a version"
                 raise EngineChanged(
-                    f"{where}: the engine's weights were {before} and are {version!r} now: "
-                    "a --policy-version stands for one policy; give the new weights another one"
+                    f"{where}: the engine's weights were {before} and are {version!r} now: give "
+                    "the new weights another --policy-version"
                 )

@@ -1,4 +1,4 @@
-"""The truth test of a store: transformers runs some of its rollouts, and routes are compared.
+"""The truth test: transformers runs some rollouts of a store, and the routes are compared.
 
 Shape suffixes (docs/glossary.md): M, N, T, V.
 """
@@ -28,16 +28,16 @@ from megatron_r3.replay.words import one_line
 
 @dataclass(frozen=True)
 class Agreement:
-    """What another implementation of a store's model says of some of its rollouts.
+    """How far transformers, running the same model, agrees with some of a store's rollouts.
 
     Attributes:
-        compared: the rollouts, with its routes and log-probs.
-        version: the newest policy version of them. The numbers are about its rollouts alone: those
-            of older versions, sampled by other weights, only help to name the cause of an alarm.
+        compared: the rollouts, with the routes and log-probs that transformers computes.
+        version: the newest policy version among the rollouts. All numbers are about this version:
+            rollouts of older ones, sampled by other weights, only help to name an alarm's cause.
         k3_kl, extreme: means over sampled tokens (megatron_r3.train.losses.agreement).
-        model: the kind of the model, which a floor is about.
-        dtype: in which it was computed.
-        note: which rollouts the model is taken to have sampled, where a store has several policies.
+        model: the model's type, MoE layers, experts and top-k; a floor holds for these.
+        dtype: of the model's weights, in which transformers computed.
+        note: which policy version the model is compared with, if the store has several policies.
     """
 
     compared: list[Compared]
@@ -49,7 +49,7 @@ class Agreement:
     note: str = ""
 
     def numbers(self, report: Report) -> dict[str, Any]:
-        """What `rollouts inspect` prints of it, ready for JSON. `routes`: for each MoE layer the
+        """The `agreement` of `rollouts inspect --json`. Its `routes` are, for each MoE layer, the
         share of recorded rows with the same set of experts.
         """
         own = [c.rollout for c in self.compared if c.rollout.policy_version == self.version]
@@ -72,14 +72,14 @@ def compare_store(
     """Run some rollouts, spread over the store, through transformers with live routing.
 
     An engine that computes a model wrongly still returns routes that look right: distinct ids in
-    range. Only another implementation of the same weights shows that they are wrong.
+    range. Only another implementation, run with the same weights, shows that the routes are wrong.
 
     Args:
         before: the model before the last update of its weights; None to compare with `model` only.
 
     Raises:
-        EngineError: transformers cannot read the model, or the model has other MoE layers than the
-            store, or a smaller vocabulary.
+        EngineError: transformers cannot read the model; or the model has other MoE layers than the
+            store, or too small a vocabulary for the store's tokens.
     """
     version, note = _version_of(store, model)
     rollouts = {store.name(i): store.rollout(i) for i in _chosen(store, num_rollouts, version)}
@@ -97,12 +97,12 @@ def compare_rollouts(
     """Run rollouts through transformers with live routing (`compare_store`).
 
     Args:
-        rollouts: by what messages call them.
-        info: the header that their shard has, or will have.
-        where: what messages call all of them.
+        rollouts: by their names in messages.
+        info: the header that the rollouts' shard has, or will have.
+        where: the name of all these rollouts in messages.
 
     Raises:
-        EngineError: as `compare_store`.
+        EngineError: for the reasons of `compare_store`.
     """
     network = _load(model)
     runs = _runs(network, model, rollouts, info, where)
@@ -150,16 +150,17 @@ def _runs(
             if wrong is not None:
                 raise EngineError(f"{model}: {name}: token {wrong[0]} {wrong[1]}")
             if rollout.kept is not None and (out := wrong_token(rollout.kept.ids_V, vocab_size)):
-                raise EngineError(f"{model}: {name}: a kept set: {out[1]}")
+                raise EngineError(f"{model}: {name}: a token of a kept set {out[1]}")
             logprobs_T = _logprobs(network, rollout, info.sampling)
             runs[name] = captured.take()[0].cpu().numpy(), logprobs_T
     return runs
 
 
 def _version_of(store: RolloutStore, model: Path) -> tuple[int, str]:
-    """The policy version that the model is, and what to say of it: the newest one with its stamp.
+    """The policy version that the model is compared with, and a note on that for the user.
 
-    Where no stamps tell, it is taken to be the newest version of the store.
+    It is the newest version whose stamp is the model's. If no stamp decides, it is the store's
+    newest version.
     """
     newest = int(store.column("policy_version").max())
     of_stamp: dict[str, int] = {}
@@ -176,7 +177,7 @@ def _version_of(store: RolloutStore, model: Path) -> tuple[int, str]:
 
 
 def _chosen(store: RolloutStore, num_rollouts: int, version: int) -> list[int]:
-    """Rollouts spread over the store; at least half of them are of this version, no one is newer.
+    """Rollouts spread over the store: at least half are of this version, and none are newer.
 
     The alarms are about this version, whose weights the model should have.
     """
@@ -192,13 +193,13 @@ def _chosen(store: RolloutStore, num_rollouts: int, version: int) -> list[int]:
 
 
 def keep_floor(path: Path, info: StoreInfo, agreement: Agreement, report: Report) -> bool:
-    """Write what was measured as the floor of later collections, if it may be one.
+    """Write what was measured as the floor of later collections.
 
     Returns:
-        Whether it was written: not where there is a floor, an alarm, or few rows.
+        Whether a floor was written. None is written if there is a floor, an alarm, or few rows.
 
     Raises:
-        FloorError: it cannot be written there.
+        FloorError: `path` cannot be written.
     """
     if not report.may_be_floor:
         return False
@@ -215,14 +216,15 @@ def keep_floor(path: Path, info: StoreInfo, agreement: Agreement, report: Report
 
 
 def _logprobs(network: Any, rollout: Rollout, sampling: SamplingSettings) -> Any:
-    """Run a rollout; the log-prob of the token that each row predicts, a float32 tensor `[T]`.
+    """Run a rollout; return the log-prob of the token that each row predicts, float32 `[T]`.
 
-    If the stored log-probs are those of the distribution that was sampled, so are these.
+    If the stored log-probs are of the processed distribution (temperature, kept sets), so are
+    these; otherwise these are of the raw logits.
     """
     import torch
 
     ids_N = torch.from_numpy(rollout.tokens_N.astype(np.int64))
-    # The logits of a token are about the next one: row 0 predicts token 1.
+    # A token's logits predict the next token: row 0 predicts token 1.
     logits = network(ids_N[None, :-1], use_cache=False).logits[0].float()
     if sampling.logprobs_of == "processed":
         logits = logits / (1.0 if sampling.temperature is None else sampling.temperature)
@@ -243,7 +245,7 @@ def _agreement_sums(rollout: Rollout, logprobs_T: Any) -> dict[str, float]:
 
 
 def _cut_off(kept: KeptSets, shape: Sequence[int]) -> Any:
-    """Which logits `[N - 1, vocabulary]` the sampler had cut off, bool."""
+    """Which logits the sampler cut off, bool `[N - 1, vocabulary]`."""
     import torch
 
     sizes = kept.sizes_N[1:]  # row 0 predicts token 1
@@ -257,7 +259,7 @@ def _load(model: Path) -> Any:
         from transformers import AutoModelForCausalLM
     except ImportError as error:
         raise EngineError(
-            f"inspect --model takes transformers: pip install 'transformers>=5' ({error})"
+            f"inspect --model needs transformers: pip install 'transformers>=5' ({error})"
         ) from error
     try:
         return AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval()

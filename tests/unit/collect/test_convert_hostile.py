@@ -112,11 +112,19 @@ def test_settings_that_cannot_be(request_, message):
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("temperature", 0.5, "temperature 0.5, and 1 in raw.jsonl, line 1: a store has one way of"),
+        (
+            "temperature",
+            0.5,
+            "temperature 0.5, and 1 in raw.jsonl, line 1: a store has one value of",
+        ),
         ("temperature", None, "temperature not said, and 1 in raw.jsonl, line 1"),
         ("top_p", 0.9, "top_p 0.9, and not said in raw.jsonl, line 1"),
         ("top_k", 20, "top_k 20, and not said in"),
-        ("model", None, "the request names the model None, and 'qwen3moe-tiny' in raw.jsonl"),
+        (
+            "model",
+            None,
+            "the request names the model None, and raw.jsonl, line 1 names 'qwen3moe-tiny'",
+        ),
     ],
 )
 def test_lines_that_were_sampled_in_another_way(folder, capsys, field, value, message):
@@ -141,7 +149,7 @@ def test_lines_may_differ_in_how_long_a_response_may_get(folder, capsys):
     capsys.readouterr()
     assert convert([one | {"group": 5}, other | {"group": 5}], "--out", "one") == 1
     assert error_of(capsys).startswith(
-        "raw.jsonl, line 2: max_tokens 41, and 40 in raw.jsonl, line 1, of the same group 5: give"
+        "raw.jsonl, line 2: max_tokens 41, and 40 in raw.jsonl, line 1, which has the same group"
     )
 
 
@@ -167,7 +175,7 @@ def test_each_rollout_knows_its_prompt(folder):
 def test_a_group_has_one_prompt(folder, capsys):
     one, other = payload("03_p5_g1") | {"reward": 1}, payload("19_chat_turn1") | {"reward": 1}
     assert convert([one | {"group": 5}, other | {"group": 5}]) == 1
-    message = "raw.jsonl, line 2: group 5 has another prompt in raw.jsonl, line 1; each prompt has"
+    message = "raw.jsonl, line 2: group 5 has another prompt in raw.jsonl, line 1; give each prompt"
     assert error_of(capsys).startswith(message)
     assert convert([one | {"group": 5}, other | {"group": 6}, one | {"group": 5}]) == 0
 
@@ -278,7 +286,7 @@ def test_a_full_disk(store):
         (
             "0.30.0",
             "a\nb",
-            r"--model 'a\\nb': as a name in a store it must be a text without control",
+            r"--model 'a\\nb': a name in a store must be a text without control",
         ),
     ],
 )

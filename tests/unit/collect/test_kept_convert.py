@@ -71,7 +71,7 @@ def test_another_policy_version_than_the_engines_is_refused(folder, capsys):
     assert convert([line], "--policy-version", "7") == 1
     assert error_of(capsys).endswith(
         "r.jsonl, line 1, choice 0: the engine's versions [3, 4] sampled it, and --policy-version "
-        "says 7: leave --policy-version out, and the versions are the engine's"
+        "says 7: leave --policy-version out to store the engine's versions"
     )
     assert not Path("new").exists()
     assert convert([line], "--policy-version", "3") == 0

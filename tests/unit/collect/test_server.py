@@ -241,7 +241,7 @@ def test_the_version_of_sglangs_weights(folder, capsys, versions, page, stored, 
     if message is not None:
         assert error[-1].startswith("error: prompts.jsonl, line ")
         assert message in error[-1]
-        assert "give the new weights another one" in error[-1]
+        assert "give the new weights another --policy-version" in error[-1]
     if stored:
         store = RolloutStore([folder / "store"])
         assert (len(store), store.info.engine_policy) == (stored, "7")
