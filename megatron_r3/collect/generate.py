@@ -1,8 +1,8 @@
 """Transformers as an engine: runs the model in this process, on a GPU if there is one.
 
-A server batches the requests that it gets; here that is done by hand. Samples that are under way
-at a time and have prompts of one length run together, with a KV cache. There is no padding, so no
-sample depends on the others in its batch, except by the rounding of a matrix product.
+This file batches requests as a server does. Samples that are under way at the same time, and whose
+prompts have the same length, run together with a KV cache. There is no padding, so no sample
+depends on the others in its batch, except by the rounding of matrix products.
 
 Shape suffixes (docs/glossary.md): B, N, G, L, T, K.
 """
@@ -37,11 +37,11 @@ try:
     import transformers
 except ImportError as missing:  # an optional dependency: the other engines do not need it
     raise ValueError(
-        f"--engine transformers takes transformers: pip install 'transformers>=5' ({missing})"
+        f"--engine transformers needs transformers: pip install 'transformers>=5' ({missing})"
     ) from missing
 
-# A batch begins when no request has come for this long: after a batch its workers come back one by
-# one, as their rewards are computed, and the first of them must not run alone.
+# A batch begins when no request has come for this long. After a batch its workers send their next
+# requests one by one, as rewards are computed: without the wait the first request would run alone.
 _GATHER_S = 0.01
 # How long `close` waits for the token that is being computed. A process that ends while another
 # thread is inside torch may crash.
@@ -53,9 +53,9 @@ class SampleRequest:
     """One sample that is asked for.
 
     Attributes:
-        ids: the prompt.
-        seed: of this sample; None leaves it to the system's randomness.
-        where: how errors call this sample.
+        ids: the prompt's token ids.
+        seed: of this sample; None takes one from the system's randomness.
+        where: the name of this sample in errors.
     """
 
     ids: list[int]
@@ -68,14 +68,15 @@ class Transformers:
 
     Args:
         directory: with config, weights and, for prompts that are texts or chats, a tokenizer.
-        shape: the MoE layers that its config names.
+        shape: the MoE layers that the directory's config names.
         sampling: how to sample.
 
     Attributes:
-        model: of transformers, on `device`.
+        model: the transformers model, on `device`.
 
     Raises:
-        EngineError: transformers cannot load it, or it has routers in other layers than `shape`.
+        EngineError: transformers cannot load the model, or the model has routers in other layers
+            than `shape`.
     """
 
     name = "transformers"
@@ -91,7 +92,7 @@ class Transformers:
         if self._captured.moe_layers != shape.moe_layers:
             raise EngineError(
                 f"{directory}: transformers has routers in layers "
-                f"{list(self._captured.moe_layers)}; its config says {list(shape.moe_layers)}"
+                f"{list(self._captured.moe_layers)}; config.json says {list(shape.moe_layers)}"
             )
         self._thread = BackgroundThread("generate")
         # by prompt length, each request with the future that gets its answer
@@ -110,7 +111,7 @@ class Transformers:
         return Identity(version=transformers.__version__)
 
     async def confirm(self) -> None:
-        """See `Engine.confirm`. The model in memory is the one that was loaded."""
+        """See `Engine.confirm`. Nothing to ask: the model in memory is the one that was loaded."""
 
     async def sample(self, prompt: Prompt, seed: int | None, where: str) -> Answer:
         """See `Engine.sample`. The request waits for others, to run in a batch with them."""
@@ -142,9 +143,9 @@ class Transformers:
                 content = self._tokenizer.apply_chat_template(
                     content, tokenize=False, add_generation_prompt=True
                 )
-            # The text that a chat template makes has its special tokens already.
+            # A chat template has put the special tokens into the text.
             ids = self._tokenizer(content, add_special_tokens=not prompt.is_chat)["input_ids"]
-        except Exception as error:  # a template fails in any way: it is a program of the model's
+        except Exception as error:  # a chat template is a program, and may raise anything
             reason = one_line(f"{type(error).__name__}: {error}", 300)
             raise PromptError(
                 f"{prompt.where}: the tokenizer refuses the prompt: {reason}"
@@ -152,7 +153,7 @@ class Transformers:
         return [int(token) for token in ids]
 
     async def _run_batches(self) -> None:
-        """Run batch after batch until no request waits; the largest batch comes first."""
+        """Run batch after batch until no request waits; the most frequent length comes first."""
         while any(self._waiting.values()):
             number = -1
             while number != (number := sum(map(len, self._waiting.values()))):
@@ -179,12 +180,12 @@ class Transformers:
                     future.set_result(answer)
 
     def answers(self, batch: list[SampleRequest]) -> list[Answer]:
-        """Continue prompts of one length, all at once; `sample` runs it in a thread.
+        """Continue prompts of one length, all at once; `_run_batches` calls this in a thread.
 
         The same batch has the same answers, bit for bit, on the same machine.
 
         Raises:
-            EngineError: the model computed what no rollout can hold, as NaN.
+            EngineError: the model computed what no rollout can hold, for example NaN.
         """
         ids_BN = torch.tensor([request.ids for request in batch], device=self.device)
         tokens_BN, logprobs_BG, ids_LBTK, kept_B = self._continue(
@@ -203,10 +204,10 @@ class Transformers:
         ids_LTK: np.ndarray,
         kept: list[np.ndarray],
     ) -> Answer:
-        """One sequence of what `_continue` returns, as a rollout and what it says."""
+        """One sequence that `_continue` returned, as a rollout, a text and a finish reason."""
         length = len(request.ids)
         ended = np.isin(tokens_N[length:], self._stop_ids.cpu().numpy())
-        # A sequence runs on until all of its batch have ended: what it does then is cut off.
+        # A sequence that ends early runs on until its whole batch ends: those tokens are cut off.
         sampled = int(ended.argmax()) + 1 if ended.any() else len(ended)
         logprobs_N = np.zeros(length + sampled, np.float32)
         logprobs_N[length:] = logprobs_G[:sampled]
@@ -252,12 +253,12 @@ class Transformers:
         tokens, logprobs, routes = [prompt_BN], [], []
         kept_B: list[list[np.ndarray]] = [[] for _ in prompt_BN]
         ended_B = torch.zeros(len(prompt_BN), dtype=torch.bool, device=self.device)
-        self._captured.take()  # what a batch that failed has left there
+        self._captured.take()  # drop what a failed batch has left there
         for draw_B in draws_BG.to(self.device).unbind(1):
             if self._closing:
                 raise EngineError("the collection ends")
-            # The first step is the whole prompt, of whose logits only the last row is needed. The
-            # cache has its keys and values, so every later step is one token.
+            # The first step forwards the whole prompt, and only the last row of logits is needed.
+            # Later steps forward one token: the cache has the keys and values of the tokens before.
             output = self.model(
                 input_ids=step_BN, past_key_values=cache, use_cache=True, logits_to_keep=1
             )
@@ -286,10 +287,10 @@ class Transformers:
 
 
 def _draws(batch: list[SampleRequest], sampling: Sampling) -> Tensor:
-    """The random numbers of each sample, float64 [B, G], from its own seed and nothing else.
+    """The random numbers of each sample, float64 [B, G], from the sample's own seed alone.
 
-    So a sample draws the same numbers in whatever batch it runs, and again after a resume. Without
-    a seed they come from the system's randomness.
+    So a sample draws the same numbers in any batch, and again after a resume. Without a seed the
+    numbers come from the system's randomness.
     """
     draws = []
     for request in batch:
@@ -303,13 +304,13 @@ def _draws(batch: list[SampleRequest], sampling: Sampling) -> Tensor:
 
 
 def _processed(logits: Tensor, sampling: Sampling) -> Tensor:
-    """The logits that are sampled from: divided by the temperature, and -inf where cut off.
+    """The logits to sample from: divided by the temperature, -inf where top-k or top-p cut.
 
     Args:
         logits: float32, one row of the vocabulary for each sequence.
 
     Returns:
-        The same shape, float64: the sum of the probabilities of a large vocabulary is rounded less.
+        The same shape in float64, so that sums over a large vocabulary are rounded less.
     """
     if sampling.temperature == 0:
         return logits.double()
@@ -320,7 +321,7 @@ def _processed(logits: Tensor, sampling: Sampling) -> Tensor:
     logits = logits.double()
     if sampling.top_p < 1:
         ordered, order = torch.softmax(logits, -1).sort(-1, descending=True)
-        # Cut a token if those before it already have the wanted probability; the first one stays.
+        # Cut a token if the tokens before it already sum to top_p; the first token always stays.
         cut = ordered.cumsum(-1) - ordered >= sampling.top_p
         cut[:, 0] = False
         logits = logits.masked_fill(cut.scatter(-1, order, cut), float("-inf"))
@@ -328,21 +329,21 @@ def _processed(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _choose(processed: Tensor, sampling: Sampling, draw_B: Tensor) -> Tensor:
-    """The token of each sequence, int64 [B], by the inverse of the distribution function.
+    """The token of each sequence, int64 [B], by the inverse of the cumulative distribution.
 
     Example: probabilities .2 .5 .3 have the sums .2 .7 1; a draw of .6 takes the token 1, because
-    .7 is the first sum above .6. A token of probability 0 has the sum of its neighbour and is never
-    the first.
+    .7 is the first sum above .6. A token of probability 0 has the same sum as the token before, so
+    its sum is never the first one above a draw.
 
     Args:
-        processed: what `_processed` makes of the logits of each sequence.
+        processed: what `_processed` returns for the logits of each sequence.
     """
     if sampling.temperature == 0:
         return processed.argmax(-1)
     sums = torch.softmax(processed, -1).cumsum(-1)
     total = sums[:, -1:]
-    # The sum of rounded probabilities is not exactly 1, and a draw just below 1 times the total may
-    # be rounded up to the total, above which no sum is.
+    # Rounded probabilities do not sum to exactly 1, so the draw is multiplied by their total. The
+    # product may be rounded up to the total, and no sum is above the total.
     target = torch.minimum(draw_B[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(sums, target, right=True)[:, 0]
 
@@ -351,10 +352,10 @@ def load_model(directory: Path) -> Any:
     """Load the model in the dtype of its config, with plain attention and plain experts.
 
     "eager" runs the experts one after the other in a fixed order. The grouped kernels that
-    transformers would choose need not give the same result in two batches.
+    transformers would choose may compute one sample differently in two batches.
 
     Raises:
-        EngineError: transformers cannot load it.
+        EngineError: transformers cannot load the model.
     """
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -372,7 +373,7 @@ def load_model(directory: Path) -> Any:
         reason = one_line(f"{type(error).__name__}: {error}", 300)
         raise EngineError(f"{directory}: transformers cannot load it: {reason}") from error
     for kind, what in (("missing_keys", "lacks"), ("mismatched_keys", "has another shape of")):
-        if names := sorted(map(str, loaded[kind])):  # transformers makes up random weights for them
+        if names := sorted(map(str, loaded[kind])):  # transformers fills these with random weights
             raise EngineError(f"{directory}: it {what} {names[0]} (such tensors: {len(names)})")
     return model.eval().to(device)
 
@@ -392,6 +393,6 @@ def _load_tokenizer(directory: Path) -> Any:
         return None
     try:
         return transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except Exception as error:  # of any kind, as above
+    except Exception as error:  # damaged files raise errors of any kind
         reason = one_line(f"{type(error).__name__}: {error}", 300)
         raise EngineError(f"{directory}: its tokenizer cannot be loaded: {reason}") from error

@@ -20,7 +20,7 @@ from megatron_r3.replay.words import one_line
 CHUNK_ROWS = 1 << 15  # read at a time
 MOST_CELL = 400  # characters of a cell of the table
 MOST_VALUES = 8  # of a list in a cell
-# what has tables or warnings of its own, and the counts of each expert, which --json has
+# Keys with a table or a warning of their own, and `experts`, whose counts only --json prints.
 NOT_IN_TABLE = {
     "by_version", "experts", "impossible_logprobs", "layer", "layers", "policy_versions",
     "token_versions", "truth",
@@ -28,7 +28,7 @@ NOT_IN_TABLE = {
 
 
 def inspect_store(directory: Path) -> dict[str, Any]:
-    """All numbers about a store, ready for JSON (docs/rollout-store.md). It reads the whole store.
+    """All numbers about a store, ready for JSON (docs/rollout-store.md); reads the whole store.
 
     Raises:
         StoreError: the store is damaged.
@@ -62,7 +62,7 @@ def store_warnings(numbers: dict[str, Any]) -> list[str]:
     if not impossible:
         return []
     more = f" (and in {len(impossible) - 1} other rollouts)" if impossible[1:] else ""
-    return [f"{impossible[0]}{more}; training refuses it"]
+    return [f"{impossible[0]}{more}; training refuses such a log-prob"]
 
 
 def _source(store: RolloutStore) -> dict[str, Any]:
@@ -88,12 +88,12 @@ def _source(store: RolloutStore) -> dict[str, Any]:
 
 
 def _prompts(store: RolloutStore) -> dict[str, Any]:
-    """How many prompts there are, how many rollouts each has, and how many have one reward only."""
+    """The number of prompts, of rollouts for each, and of prompts whose rewards are all equal."""
     reward_M = store.column("reward")
     _, group_M, counts = np.unique(store.groups(), return_inverse=True, return_counts=True)
     least, most = np.full(len(counts), np.inf), np.full(len(counts), -np.inf)
     # `ufunc.at`, because a group occurs several times in group_M: `least[group_M] = ...` would keep
-    # what the last rollout of each group brings.
+    # only the value of each group's last rollout.
     np.minimum.at(least, group_M, reward_M)
     np.maximum.at(most, group_M, reward_M)
     return {
@@ -134,9 +134,9 @@ def _responses(store: RolloutStore) -> dict[str, Any]:
 
 
 def _by_version(store: RolloutStore, length_M: np.ndarray) -> dict[str, dict[str, Any]]:
-    """By policy version: how many rollouts, means of their rewards and lengths, and the policies.
+    """For each policy version its rollouts, their mean reward and length, and its weights' digests.
 
-    A rollout of several versions counts as one of its first version, which is its `policy_version`.
+    A rollout that several versions sampled counts for its first one, which is its `policy_version`.
     """
     version_M, reward_M = store.column("policy_version"), store.column("reward")
     policies: dict[int, set[str]] = {}
@@ -178,7 +178,7 @@ def _layer(hidden: int | None, counts_E: np.ndarray, repeated: float) -> dict[st
 
     Args:
         hidden: the hidden layer; None for the sum of all layers.
-        repeated: the share of rows that are the same as the row before.
+        repeated: the share of rows that have the same experts as the row before.
     """
     mean = counts_E.mean()
     return {
@@ -192,10 +192,10 @@ def _layer(hidden: int | None, counts_E: np.ndarray, repeated: float) -> dict[st
 
 
 def _routes(store: RolloutStore) -> dict[str, Any]:
-    """Counts over all rows: which are missing, and how the others spread over the experts.
+    """The share of missing rows, and how the recorded rows spread over the experts.
 
-    A row counts as repeated where it has the experts of the row before it, in one layer or in all.
-    Neighbours that are the same in all layers are rare; a stale buffer makes many of them.
+    A row is repeated if it has the same experts as the row before it: in that layer for a number of
+    one layer, in every layer for the store's. The latter is rare, unless a buffer is stale.
     """
     shape = len(store.info.moe_layers), store.info.num_experts
     counts_LE, repeated_L = np.zeros(shape, np.int64), np.zeros(shape[0], np.int64)
@@ -222,9 +222,9 @@ def _routes(store: RolloutStore) -> dict[str, Any]:
 
 
 def _chunks(store: RolloutStore) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Ids, recorded bits, and whether a row follows the row before it, of some rollouts at a time.
+    """Of some rollouts at a time: ids, recorded bits, and whether a row is not its rollout's first.
 
-    Example: rollouts of 3 and 2 rows follow as [no, yes, yes, no, yes].
+    Example: for rollouts of 3 and 2 rows the last is [no, yes, yes, no, yes].
     """
     layers = range(len(store.info.moe_layers))
     batch: list[np.ndarray] = []
@@ -258,14 +258,14 @@ def _table(stores: Sequence[dict[str, Any]]) -> str:
 
 
 def _versions(store: dict[str, Any]) -> str:
-    """A row for each policy version that sampled; of an only version, too."""
+    """A row for each policy version that sampled, also if there is only one."""
     rollouts, tokens = store["by_version"], store["token_versions"]
     rows = [["version", "rollouts", "reward", "response length", "share of tokens", "policy"]]
     for version in sorted({*rollouts, *tokens}, key=int):
-        # {} where a version began no rollout, and only went on with those of earlier ones
+        # {} if a version began no rollout, and only continued rollouts of earlier versions
         row = rollouts.get(version, {})
         of_row = [row.get(name) for name in ("rollouts", "reward", "response_length")]
-        policies = row.get("policies", ["in rollouts of earlier ones"])
+        policies = row.get("policies", ["in rollouts of earlier versions"])
         rows.append([*map(_cell, [version, *of_row, tokens.get(version, 0.0), policies])])
     return _grid(rows)
 
@@ -294,7 +294,7 @@ def _cell(value: Any) -> str:
         return f"{value:.4g}"
     if isinstance(value, list):
         if len(value) > MOST_VALUES:
-            return f"{len(value)} different, see --json"
+            return f"{len(value)} values, see --json"
         return " ".join(map(_cell, value)) or "-"
     return "-" if value in (None, "") else str(value)
 
@@ -302,8 +302,7 @@ def _cell(value: Any) -> str:
 def _grid(rows: Iterable[Sequence[str]]) -> str:
     """Rows of cells under each other.
 
-    Whoever wrote a store chose the names in it, so every cell is made one line without control
-    characters.
+    Names in a store may hold anything, so every cell is made one line without control characters.
     """
     lines = [[one_line(cell, MOST_CELL) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

@@ -1,7 +1,7 @@
-"""A store as a parquet table, a row for each rollout, and rewards back from such a table.
+"""Write a store as a parquet table, a row for each rollout, and read rewards from such a table.
 
-The table has everything but the routes. Only the rewards can come back: rollouts are scored again
-elsewhere, and a new store gets the old rollouts with the new rewards.
+The table has everything but the routes. Rewards and advantages alone are read back: rollouts are
+scored again elsewhere, and a new store gets the old rollouts with the new numbers.
 
 Shape suffixes (docs/glossary.md): C, N, V.
 """
@@ -27,7 +27,7 @@ try:
     import pyarrow as pa
     import pyarrow.parquet as pq
 except ImportError as missing:  # an optional dependency: training does not need it
-    raise ValueError("parquet takes pyarrow: pip install 'megatron-r3[parquet]'") from missing
+    raise ValueError("parquet needs pyarrow: pip install 'megatron-r3[parquet]'") from missing
 
 KEY = ("policy_version", "group", "sample")  # these three name a rollout
 ROWS = 1024  # read at a time
@@ -46,7 +46,7 @@ def _is_ids(kind: pa.DataType) -> bool:
     return is_list and pa.types.is_integer(kind.value_type)
 
 
-# for each kind: how errors call it, and whether a column's type is of it
+# for each kind of column: its name in errors, and whether a type of pyarrow is of this kind
 _KINDS: dict[str, tuple[str, Callable[[pa.DataType], bool]]] = {
     "name": ("whole numbers", pa.types.is_integer),
     "reward": ("numbers", _is_number),
@@ -55,7 +55,7 @@ _KINDS: dict[str, tuple[str, Callable[[pa.DataType], bool]]] = {
 
 
 def to_parquet(directory: Path, path: Path) -> int:
-    """Write the table, whole or not at all; returns how many rollouts it has.
+    """Write the table, whole or not at all; returns the number of its rollouts.
 
     Raises:
         StoreError: the store is damaged, or the table cannot be written.
@@ -72,7 +72,7 @@ def to_parquet(directory: Path, path: Path) -> int:
 
 
 def _schema(store: RolloutStore) -> pa.Schema:
-    """The columns; those of what only some rollouts have come last, where a rollout has it."""
+    """The columns. Those that few stores need come last, if any rollout has a value there."""
     names = (*KEY, "prompt_digest", "num_tokens", "prompt_length")
     columns: dict[str, pa.DataType] = {
         **dict.fromkeys(names, pa.int64()),
@@ -107,7 +107,7 @@ def _row(store: RolloutStore, shard: Shard, index: int, rollout: int) -> dict[st
         "engine": shard.info.engine,
         "engine_version": shard.info.engine_version,
         "model": shard.info.model,
-        # a schema without these columns leaves them out
+        # the table has these only if the schema has their columns
         "advantage": shard.advantage(index),
         "versions": None if versions_C2 is None else versions_C2.tolist(),
         "kept_sizes": None if kept is None else kept.sizes_N,
@@ -119,14 +119,15 @@ def from_parquet(path: Path, directory: Path, out: Path) -> int:
     """Write a new store, the old one with the table's rewards; returns how many rewards changed.
 
     A row is found by its `policy_version`, `group` and `sample`, so rows may come in any order. If
-    the table has `tokens`, they must be those of the store. If the store has advantages, they are
-    of the old rewards, so the table must have a column `advantage`: null leaves a rollout without.
+    the table has `tokens`, they must be those of the store. If the store has advantages, which
+    belong to the old rewards, the table must have a column `advantage`; null stands for no
+    advantage.
 
     Raises:
         StoreError: the table cannot be read or has columns of other types; a rollout has no row, a
-            row has no rollout, two rows have one name or a row has other tokens; `out` cannot be
-            written.
-        RewardError: a reward is no finite number.
+            row has no rollout, two rows name one rollout or a row has other tokens; a group has new
+            rewards and only old advantages; `out` cannot be written.
+        RewardError: a reward or an advantage is no finite number.
     """
     store = RolloutStore([directory], mixed_policies=True)
     rows = _rows(path, store, directory)
@@ -149,8 +150,8 @@ def from_parquet(path: Path, directory: Path, out: Path) -> int:
             if any(before for before, _ in pairs) and all(a == b for a, b in pairs):
                 raise StoreError(
                     f"{path}: {len(pairs)} rewards of group {group} changed and none of their "
-                    "advantages, which are of the old rewards: put the new ones into the column "
-                    "advantage, or nulls, and training makes them from the rewards"
+                    "advantages, which belong to the old rewards: put new advantages into the "
+                    "column advantage, or nulls: training then makes them from the rewards"
                 )
     return sum(map(len, changed.values()))
 
@@ -158,10 +159,10 @@ def from_parquet(path: Path, directory: Path, out: Path) -> int:
 def _rows(
     path: Path, store: RolloutStore, directory: Path
 ) -> dict[tuple[int, ...], dict[str, Any]]:
-    """The rows by the name of their rollout, each with its number in the table.
+    """The rows by (policy version, group, sample), each with its number in the table.
 
     A file of a kilobyte can hold a billion rows that are all the same. So reading ends at the first
-    row whose rollout the store does not have, or that names a rollout once more.
+    row whose rollout the store does not have, or for whose rollout there was a row already.
     """
     known = set(zip(*(store.column(name).tolist() for name in KEY), strict=True))
     known_tokens = int(store.column("num_tokens").sum())
@@ -197,15 +198,15 @@ def _read(path: Path, known_tokens: int, has_advantages: bool) -> Iterator[dict[
 def _columns(
     file: pq.ParquetFile, path: Path, known_tokens: int, has_advantages: bool
 ) -> list[str]:
-    """The names of the columns to read, whose types have been checked."""
+    """Check the columns; returns the names of those to read."""
     schema = file.schema_arrow
     missing = [name for name in WANTED if name not in schema.names]
     if missing:
         raise StoreError(f"{path}: no column {', '.join(missing)}")
     if has_advantages and "advantage" not in schema.names:
         raise StoreError(
-            f"{path}: no column advantage: the store has advantages, which are of the old rewards; "
-            "add the new ones, or nulls"
+            f"{path}: no column advantage: the store's advantages belong to the old rewards; add "
+            "a column advantage with new ones, or with nulls"
         )
     wanted = [*WANTED, *(name for name in ("tokens", "advantage") if name in schema.names)]
     for name in wanted:
@@ -223,16 +224,16 @@ def _columns(
 
 
 def _refuse_more_tokens(file: pq.ParquetFile, path: Path, known: int) -> None:
-    """Compare the number of ids that the file's metadata names with the store's, before unpacking.
+    """Before unpacking, compare the number of ids in the file's metadata with the store's.
 
     An id that repeats takes next to nothing in the file, and 28 bytes as a Python number. Example:
-    a list of a million zeros is some bytes there and 36 MB here.
+    a list of a million times id 500 takes some bytes in the file and 36 MB in memory.
     """
     groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
     columns = [group.column(i) for group in groups for i in range(group.num_columns)]
     ids = sum(c.num_values for c in columns if c.path_in_schema.split(".")[0] == "tokens")
-    # Parquet counts empty and missing lists as values, too, and the table may have rollouts twice.
-    # So the bound is generous: what is really there is compared row by row.
+    # Parquet counts empty and missing lists as values, too, and a table may have a rollout twice.
+    # So the bound is generous: later the ids are compared row by row.
     if ids > 4 * known + (1 << 20):
         raise StoreError(f"{path}: column tokens has {ids} ids; the store has {known}")
 
@@ -240,12 +241,13 @@ def _refuse_more_tokens(file: pq.ParquetFile, path: Path, known: int) -> None:
 def _rewarded(
     rollout: Rollout, rows: dict[tuple[int, ...], dict[str, Any]], where: str, path: Path
 ) -> Rollout:
-    """The rollout with the reward of its row, which is taken out of `rows`."""
+    """The rollout with the reward and advantage of its row; the row is removed from `rows`."""
     key = (rollout.policy_version, rollout.group, rollout.sample)
     row = rows.pop(key, None)
     if row is None:
         raise StoreError(
-            f"{path}: no row for {where}, which is {_text(key)}, or two rollouts have that name"
+            f"{path}: no row for {where}, which is {_text(key)}, or two rollouts of the store have "
+            "these three numbers"
         )
     if "tokens" in row and not np.array_equal(row["tokens"], rollout.tokens_N):
         raise StoreError(f"{path}: row {row['row']}, {_text(key)}, has other tokens than {where}")

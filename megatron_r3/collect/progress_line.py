@@ -1,4 +1,4 @@
-"""How far a collection is: its counts, and a bar if stderr is a terminal."""
+"""The progress of a collection: its counts, and a bar if stderr is a terminal."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ try:
     from tqdm import tqdm
 except ImportError as missing:  # an optional dependency: a trainer does not need it
     raise ValueError(
-        "collecting rollouts takes tqdm: pip install 'megatron-r3[collect]'"
+        "collecting rollouts needs tqdm: pip install 'megatron-r3[collect]'"
     ) from missing
 
 
 @dataclass
 class Progress:
-    """Counts, and shows them.
+    """The counts of a collection, and the bar that shows them.
 
     Attributes:
         total: rollouts that the store is to have in the end.
-        before: rollouts that the store had at the start.
-        stored: rollouts that were written since.
-        waiting: rollouts that wait for their group or their shard.
+        before: rollouts of these that the store had at the start.
+        stored: rollouts that were written since the start.
+        waiting: rollouts in memory, until their group is whole and their shard full.
         retries: requests that were repeated.
         refused: responses that could not be used.
         tokens: sampled tokens of the responses that were taken.

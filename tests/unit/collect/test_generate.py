@@ -187,7 +187,7 @@ def test_routers_in_other_layers_than_the_config_says(folder, capsys, monkeypatc
     dense = qwen(mlp_only_layers=[0]).to(torch.bfloat16)
     monkeypatch.setattr(generate, "load_model", lambda directory: dense)
     assert main(command(1)) == 1
-    expected = "model: transformers has routers in layers [1, 2]; its config says [0, 2]"
+    expected = "model: transformers has routers in layers [1, 2]; config.json says [0, 2]"
     assert error_of(capsys) == expected
 
 

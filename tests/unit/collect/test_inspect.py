@@ -123,8 +123,8 @@ def test_many_policy_versions_have_a_line_each(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) < 130
     facts = dict(line.split("  ", 1) for line in lines if "  " in line)
-    assert facts["router fingerprints"].strip() == "16 different, see --json"
-    assert facts["policy stamps"].strip() == "16 different, see --json"
+    assert facts["router fingerprints"].strip() == "16 values, see --json"
+    assert facts["policy stamps"].strip() == "16 values, see --json"
     first = lines.index(f"policy versions, {tmp_path / 's'}:") + 2
     for version, line in enumerate(lines[first : first + 16]):
         number, rollouts, reward, length, _, stamp = line.split()
@@ -196,7 +196,7 @@ def test_impossible_logprobs_are_warned_of(tmp_path, capsys, monkeypatch):
     assert main(["rollouts", "inspect", str(tmp_path / "s")]) == 0
     output = capsys.readouterr()
     assert output.err.startswith(f"warning: {path}: rollout 1: the log-prob of token 5 is -9999")
-    assert output.err.endswith("(and in 1 other rollouts); training refuses it\n")
+    assert output.err.endswith("(and in 1 other rollouts); training refuses such a log-prob\n")
     assert output.err.count("\n") == 1
 
 

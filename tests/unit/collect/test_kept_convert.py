@@ -145,9 +145,7 @@ def test_old_advantages_beside_new_rewards_are_refused(store, capsys):
     assert main("rollouts convert to-parquet store --out t.parquet".split()) == 0
     table = pq.read_table("t.parquet")
     assert back(table.drop_columns(["advantage"])) == 1
-    assert "no column advantage: the store has advantages, which are of the old rew" in error_of(
-        capsys
-    )
+    assert "no column advantage: the store's advantages belong to the old rew" in error_of(capsys)
     column = table.schema.get_field_index("advantage")
     infinite = pa.array([float("inf")] * 5)
     assert back(table.set_column(column, "advantage", infinite)) == 1
@@ -155,7 +153,7 @@ def test_old_advantages_beside_new_rewards_are_refused(store, capsys):
     reward = table.schema.get_field_index("reward")
     scored = table.set_column(reward, "reward", pa.array([3.0 + i for i in range(5)]))
     assert back(scored) == 1
-    assert "changed and none of their advantages, which are of the old" in error_of(capsys)
+    assert "changed and none of their advantages, which belong to the old" in error_of(capsys)
     assert not Path("new").exists()
     # a new advantage in one group says nothing of the others
     old, groups = (table.column(name).to_pylist() for name in ("advantage", "group"))
