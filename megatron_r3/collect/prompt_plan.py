@@ -19,28 +19,28 @@ from megatron_r3.data.fingerprint import policy_stamp, router_fingerprint
 from megatron_r3.data.store import Rollout, SamplingSettings, StoreInfo
 from megatron_r3.data.untrusted import read_json
 
-# Why an engine's log-probs at another temperature cannot be used: its answer does not say whose
-# they are.
+# Why log-probs without kept sets are refused unless the sampling is plain: a response does not say
+# which distribution they are of.
 _NOBODY_SAYS = {
-    "vllm": "vLLM's are of temperature 1, or of the processed distribution where the server was "
+    "vllm": "vLLM's are of temperature 1, or of the processed distribution if the server was "
     "started with --logprobs-mode processed_logprobs",
-    "sglang": "SGLang's are of this temperature, or of temperature 1 where the server has "
+    "sglang": "SGLang's are of this temperature, or of temperature 1 if the server has "
     "SGLANG_RETURN_ORIGINAL_LOGPROB",
 }
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample. It is the same for every request, except that each sample has its own seed.
+    """How to sample: the same for every request, except that each sample has its own seed.
 
     Attributes:
         max_tokens: the largest number of tokens of a response.
         temperature: the logits are divided by it; 0 takes the likeliest token.
         top_p: sample from the likeliest tokens that together have this probability; 1 means all.
         top_k: sample from this many of the likeliest tokens; 0 means all.
-        seed: the seed of each sample is made from it. None means that the engine chooses.
-        logprobs_of: whose log-probs are stored ("raw", "processed"), as in SamplingSettings. With
-            "processed", the kept set of each token is stored too, where top-p or top-k cut it.
+        seed: each sample's seed is made from this one. None means that the engine chooses.
+        logprobs_of: the distribution of the stored log-probs ("raw", "processed"), as in
+            SamplingSettings. With "processed" and a top-p or top-k, kept sets are stored too.
     """
 
     max_tokens: int
@@ -52,7 +52,7 @@ class Sampling:
 
     @property
     def settings(self) -> SamplingSettings:
-        """The settings that the store records."""
+        """The settings as the store records them."""
         return SamplingSettings(
             self.temperature, self.top_p, self.top_k, 0.0, self.max_tokens, self.logprobs_of
         )
@@ -72,15 +72,15 @@ class Sampling:
 
 
 def sampling_for(engine: str, sampling: Sampling, biased: bool = False) -> Sampling:
-    """The sampling with `logprobs_of`: what this engine can be asked to return.
+    """The sampling, with `logprobs_of` set to what this engine can return.
 
     Args:
         engine: "vllm", "sglang", "megatron" or "transformers".
-        biased: take log-probs that are not those of the distribution that was sampled
+        biased: accept log-probs of another distribution than the sampled one
             (`--biased-sampling`).
 
     Raises:
-        ValueError: the engine does not return what training on such rollouts takes.
+        ValueError: the engine does not return what training on such rollouts needs.
     """
     if engine == "megatron":
         _refuse_for_megatron(sampling)
@@ -89,24 +89,26 @@ def sampling_for(engine: str, sampling: Sampling, biased: bool = False) -> Sampl
         return sampling
     given = ", ".join(unknown)
     if biased:
-        # What a server's log-probs are is not known. Those of transformers are computed here.
+        # A server does not say which distribution its log-probs are of. With transformers they are
+        # computed in this process, from the raw logits.
         return replace(sampling, logprobs_of="raw" if engine == "transformers" else None)
     if sampling.temperature == 0:
         raise ValueError(
             f"{given}: the likeliest token is taken, so every log-prob of the distribution that is "
-            f"sampled is 0, and nothing can be learned from it"
+            f"sampled is 0, and training could learn nothing"
         )
     processed = replace(sampling, logprobs_of="processed")
     if engine == "transformers":
         return processed
     if engine == "megatron":
         raise ValueError(
-            f"{given}: Megatron's server returns no kept sets, and does not say whose log-probs it "
-            "has: sample plainly, or give --biased-sampling"
+            f"{given}: Megatron's server returns no kept sets, and does not say which distribution "
+            "its log-probs are of: leave these settings out"
         )
-    if not sampling.top_k:  # both engines bound the size of a mask by it, and refuse else
+    if not sampling.top_k:  # vLLM and SGLang return a mask only if top-k bounds its size
         raise ValueError(
-            f"{given}: the response does not say whose log-probs it has: {_NOBODY_SAYS[engine]}; "
+            f"{given}: the response does not say which distribution its log-probs are of: "
+            f"{_NOBODY_SAYS[engine]}; "
             "with a top-k, e.g. 1000, the engine returns kept sets and log-probs over them"
         )
     return processed
@@ -120,7 +122,8 @@ def _refuse_for_megatron(sampling: Sampling) -> None:
         )
     if sampling.top_k > 0 and sampling.top_p < 1:
         raise ValueError(
-            "--top-k and --top-p: Megatron's engine takes one of them, and ends if it gets both"
+            "--top-k and --top-p: Megatron's engine takes one of the two, and stops if a request "
+            "has both: leave one out"
         )
 
 
@@ -199,15 +202,15 @@ def _sampling_defaults(path: Path) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to collect. A plan that exists can be collected, as far as no engine has to be asked.
+    """What to collect. What can be checked without an engine is checked when the plan is made.
 
     Attributes:
-        prompts: what to answer; each is a group of the store.
+        prompts: what to answer; each prompt is a group of the store.
         n: samples of each prompt.
-        sampling: how to sample, as `sampling_for` makes it.
+        sampling: how to sample, as `sampling_for` returns it.
         reward: the function that rewards a response.
         model: the model that the engine runs.
-        out: the directory of the store. What it has of this policy version is not sampled again.
+        out: the store's directory. Samples of this policy version that are in it are not repeated.
         policy_version: which policy samples.
         shard_size: rollouts of a shard, or a few more, so that groups stay whole. A kill loses the
             rollouts that wait for their shard to be full.
@@ -218,7 +221,7 @@ class Plan:
             and raises ValueError to keep them out of the store.
 
     Raises:
-        ValueError: a prompt cannot be asked.
+        ValueError: a prompt has ids outside the vocabulary, or cannot be sent as JSON.
     """
 
     prompts: Sequence[Prompt]
@@ -235,7 +238,7 @@ class Plan:
     check: Callable[[Sequence[Rollout], StoreInfo], None] | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what no engine needs to be asked about."""
+        """Refuse prompts that no engine could take."""
         for prompt in self.prompts:
             prompt.check_vocabulary(self.model.vocab_size)
             prompt.check_json()

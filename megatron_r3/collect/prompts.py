@@ -1,4 +1,4 @@
-"""Prompts as JSON lines: what an engine is asked, and the group that names it in the store."""
+"""Prompts as JSON lines: what an engine is asked, and the group that a prompt is in the store."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_r3.data.untrusted import read_json
 from megatron_r3.data.values import MOST_TOKEN_ID, wrong_token
 from megatron_r3.replay.words import one_line
 
-_BITS = 63  # of a digest, as a number that int64 can hold
+_BITS = 63  # of a digest, so that int64 can hold it as a number
 
 
 class PromptError(ValueError):
@@ -115,7 +115,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     """
     prompts: dict[int, Prompt] = {}
     try:
-        # Not `splitlines`: a text in JSON may hold other characters that end a line, as U+2028.
+        # Not `splitlines`: it splits at U+2028 too, which a text in JSON may hold.
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise PromptError(f"{path}: not readable ({error})") from error
@@ -126,8 +126,8 @@ def read_prompts(path: Path) -> list[Prompt]:
         if prompt.group in prompts:
             raise PromptError(
                 f"{prompt.where}: group {prompt.group} is already the group of "
-                f"{prompts[prompt.group].where}; give each prompt one of its own (--n says "
-                "how many samples it gets)"
+                f"{prompts[prompt.group].where}; give each prompt a group of its own (--n says "
+                "how many samples a prompt gets)"
             )
         prompts[prompt.group] = prompt
     if not prompts:

@@ -1,13 +1,13 @@
 """Every field that a request to an engine may have, by what the field does to the sampled tokens.
 
 The policy loss divides two probabilities of one distribution, so a store must say how its tokens
-were drawn. A field that nobody has looked at may change that without a trace: a repetition penalty
-of 1.3 shows in no log-prob that vLLM sends. So the three lists below are closed. `convert` and the
-embedded sampler refuse what is in none of them, and `collect` asks for nothing else.
+were drawn. An unknown field may change how tokens are drawn without a trace: a repetition penalty
+of 1.3 shows in no log-prob that vLLM sends. So `convert` and the embedded sampler refuse a field
+that none of the three lists below names, and `collect` sends no other fields.
 
-The lists have the fields of vLLM 0.30.0 (/v1/completions, /v1/chat/completions and
-/inference/v1/generate) and of SGLang 0.5.23 (/generate and OpenAI's routes); a test walks over all
-of them. Megatron's server knows no field beside these but `return_tokenized_data`.
+The lists have all fields of vLLM 0.30.0 (/v1/completions, /v1/chat/completions and
+/inference/v1/generate) and of SGLang 0.5.23 (/generate and OpenAI's routes), which a test compares.
+Megatron's server adds one field, `return_tokenized_data`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _RECORDED = {"temperature", "top_p", "top_k", "min_p"}
 _RECORDED |= {"max_tokens", "max_completion_tokens", "max_new_tokens"}
 _MOST_NUMBER = 2.0**31
 
-# Fields that change the distribution, or hide a part of the response, but for these values.
+# Fields that change the distribution or hide a part of the response, unless their value is here.
 PLAIN: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (1,),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
-    "min_tokens": (0,),  # until then the end of the text is masked out of the logits
+    "min_tokens": (0,),  # before so many tokens the end token is masked out of the logits
     "min_new_tokens": (0,),
     "logit_bias": ({},),
     "bad_words": ([],),
@@ -38,7 +38,7 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "response_format": ({"type": "text"},),
     "structured_outputs": ({},),
-    # "required" and a named function are grammars; a tool that is `strict` is looked at apart
+    # "required" and a named function are grammars; `_changes_nothing` looks for `strict` tools
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "ebnf_full_assistant": (False,),
@@ -49,11 +49,11 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "use_audio_in_video": (False,),
     "include_reasoning": (True,),  # else a reward sees less than the model wrote
-    "parallel_tool_calls": (True,),  # the same: False cuts the calls behind the first one
+    "parallel_tool_calls": (True,),  # the same: False drops all calls but the first
 }
 
-# What engines take from the model's generation_config.json where a request leaves it out, and
-# values that change nothing.
+# Settings that an engine takes from the model's generation_config.json if a request leaves them
+# out, each with the values that change nothing.
 _DEFAULTS: dict[str, tuple[float, ...]] = {
     "temperature": (1,),
     "top_p": (1,),
@@ -87,8 +87,8 @@ _FREE = {
     *("return_hidden_states", "return_meta_info", "return_cached_tokens_details"),
     *("return_spec_tokens_details", "return_input_ids_in_sglext", "return_output_ids_in_sglext"),
     *("return_tokenized_data", "separate_reasoning", "stream_reasoning"),
-    # These say who serves the request. vLLM's `watermarking` says whether a watermark is used that
-    # the server was started with; no request shows that.
+    # These say who serves the request. vLLM's `watermarking` switches a watermark that the server
+    # may have been started with; no request shows whether there is one.
     *("request_id", "rid", "session_id", "user", "metadata", "store", "service_tier", "priority"),
     *("cache_salt", "extra_key", "kv_transfer_params", "ec_transfer_params", "kv_hints"),
     *("skip_clone", "skip_reading_prefix_cache", "watermarking", "background", "no_logs"),
@@ -102,7 +102,7 @@ _FREE = {
 def refuse_other_fields(request: Mapping[str, Any], where: str) -> None:
     """Refuse a request with a field that may change how tokens are drawn, and is not recorded.
 
-    A field that is null counts as one that is not there, as it does for the engines.
+    A field that is null counts as left out, as it does for the engines.
 
     Raises:
         EngineError: naming `where` and the field.
@@ -121,15 +121,15 @@ def refuse_other_fields(request: Mapping[str, Any], where: str) -> None:
 
 
 def settings_of(request: Mapping[str, Any], where: str) -> SamplingSettings:
-    """How a request asks for tokens. A setting that the request leaves out is None.
+    """The sampling settings of a request. A setting that the request leaves out is None.
 
     The engine takes what a request leaves out from the model's generation_config.json or from its
     own options (`refuse_defaults`).
 
     Raises:
-        EngineError: naming `where` and the field: a field that is not known to leave the sampled
-            tokens as they are, a value of another type, a number that cannot be, or prompts of one
-            request that are sampled in different ways.
+        EngineError: naming `where` and the field: a field that may change how tokens are drawn and
+            is not recorded, a value of the wrong type or out of range, or a setting that differs
+            between the prompts of the request.
     """
     refuse_other_fields(request, where)
     top_k = _number(request, "top_k", where)
@@ -151,8 +151,8 @@ def _number(
 ) -> float | None:
     """A number of a request; None if the request does not have it.
 
-    vLLM has it at the top level. SGLang has it in `sampling_params`, which is a list if the request
-    has several prompts; then all of them must say the same.
+    vLLM has the number at the top level. SGLang has it in `sampling_params`, which is a list if the
+    request has several prompts; then all prompts must have the same number.
     """
     nested = request.get("sampling_params")
     holders = nested if isinstance(nested, list) else [nested]
@@ -178,11 +178,11 @@ def _number(
 
 
 def left_out(engine: str, request: Mapping[str, Any]) -> list[str]:
-    """The settings that a request leaves out, and that its engine takes from elsewhere.
+    """The settings that a request leaves out, if its engine takes them from elsewhere then.
 
     vLLM (`ModelConfig.get_diff_sampling_param`) and the chats of SGLang
     (`ModelConfig.get_default_sampling_params`) take them from the model's generation_config.json.
-    /inference/v1/generate and /generate do not.
+    vLLM's /inference/v1/generate and SGLang's /generate do not.
     """
     takes = {"vllm": "token_ids" not in request, "sglang": "messages" in request}
     if not takes.get(engine, False):
@@ -196,7 +196,7 @@ def refuse_defaults(
     """Refuse a request that leaves out what the model's generation_config.json sets.
 
     Args:
-        defaults: what that file has; empty where it is not at hand.
+        defaults: what that file has; empty if there is no such file.
 
     Raises:
         EngineError: naming `where`, the setting and the file's value.
@@ -215,7 +215,7 @@ def refuse_defaults(
 def _changes_nothing(name: str, value: Any) -> bool:
     if name in _RECORDED or name in _FREE or value in PLAIN.get(name, ()):
         return True
-    # vLLM and SGLang hold an "auto" choice to the schema of a tool that is strict, and only then
+    # With an "auto" choice, vLLM and SGLang force a call into a tool's schema only if it is strict.
     return name == "tools" and isinstance(value, list) and not any(map(_is_strict, value))
 
 

@@ -1,4 +1,4 @@
-"""How servers are asked for a sample, and which answers are refused: too long, or no kept sets."""
+"""A request for one sample, the largest answer to it, and the refusal without kept sets."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from megatron_r3.collect.prompts import Prompt, PromptError
 from megatron_r3.data.engines.shape import EngineError, ModelShape
 from megatron_r3.data.rollout import Rollout
 
-# Bytes of a generous answer. Real ones are a tenth of it.
+# Bytes that an answer may have; real answers have about a tenth.
 _OF_ANY_ANSWER = 1 << 20  # names, times, counts: whatever a server sends beside its tokens
 _OF_A_TOKEN = 1024  # its id twice, its text, its log-prob, and the same of one alternative
 _OF_AN_ID = 14  # an expert id as `65535, ` in a nested list, twice
 _OF_A_KEPT_ID = 16  # `2147483647, ` and some blanks
-_MOST_KEPT = 65_536  # of a token; SGLang sends 4096 if it is not told otherwise
+_MOST_KEPT = 65_536  # ids that a token keeps, if no vocabulary is known; SGLang's default is 4096
 _TEMPLATE_TOKENS = 4096  # tokens that a chat template adds to the messages
 
 
 def build_request(
     engine: str, prompt: Prompt, sampling: Sampling, seed: int | None, model: str
 ) -> tuple[str, dict[str, Any]]:
-    """Path and body of the request for one sample, with token ids, log-probs and routes.
+    """Path and body of a request that asks for one sample: token ids, log-probs and routes.
 
-    Where the kept sets are wanted, they are asked for. vLLM returns them on another endpoint. Each
-    sample is a request of its own: it has its own seed, and is repeated alone.
+    Kept sets are asked for if `sampling` wants them; vLLM returns those at another path. Each
+    sample has a request of its own, so that it has its own seed and is repeated alone.
 
     Args:
-        seed: of this sample; None leaves it to the engine.
+        seed: of this sample; None leaves the choice to the engine.
         model: the name under which the server has the model. If it is empty, the request names no
             model, and the server takes its only one.
 
     Raises:
-        PromptError: this engine cannot be asked such a prompt.
+        PromptError: this engine does not take such a prompt.
     """
     if engine == "vllm":
         return _vllm(prompt, sampling, seed, model)
@@ -53,7 +53,7 @@ def _vllm(
                 f"{prompt.where}: vLLM returns kept sets for prompts of token ids alone; give "
                 "`prompt` as token ids"
             )
-        # From 0.32 on the response has a text too, if it is asked for; 0.30 ignores output_mode.
+        # output_mode has vLLM 0.32 and later return the text too; 0.30 ignores it.
         body = {"token_ids": prompt.tokens, "sampling_params": {**params, "logprobs": 1}}
         return "/inference/v1/generate", {**body, "output_mode": "text", **named}
     # Two ids may have the same text, so log-probs name ids: "token_id:523" instead of " the".
@@ -69,7 +69,7 @@ def _drawn(sampling: Sampling, all_tokens: int) -> dict[str, Any]:
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k or all_tokens,
-        # Both are switched off by name: the model's generation_config.json may switch them on.
+        # Both are switched off here because the model's generation_config.json may set them.
         "min_p": 0.0,
         "repetition_penalty": 1.0,
     }
@@ -95,12 +95,12 @@ def _sglang(prompt: Prompt, sampling: Sampling, seed: int | None) -> tuple[str, 
 
 
 def _megatron(prompt: Prompt, sampling: Sampling) -> tuple[str, dict[str, Any]]:
-    """There is no seed: the server draws for all requests from one stream."""
+    """There is no seed: the server draws for all requests from one random stream."""
     body: dict[str, Any] = {
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
-        # 0 keeps all tokens. 1 would keep those before the sum of probabilities, which is rounded,
-        # is above 1, and upstream refuses it beside a top-k.
+        # 0 switches top-p off. 1 would not: rounded probabilities may sum to more than 1, and the
+        # tokens behind that point would be cut. Upstream also refuses 1 beside a top-k.
         "top_p": sampling.top_p if sampling.top_p < 1 else 0.0,
         "top_k": sampling.top_k,
     }
@@ -122,13 +122,13 @@ def answer_limit(shape: ModelShape, prompt: Prompt, sampling: Sampling) -> int:
         prompt_tokens = len(json.dumps(prompt.content)) + _TEMPLATE_TOKENS
     of_a_row = _OF_AN_ID * shape.num_hidden_layers * shape.topk
     limit = _OF_ANY_ANSWER + (prompt_tokens + sampling.max_tokens) * (_OF_A_TOKEN + of_a_row)
-    if sampling.wants_kept:  # tokens of one probability may be kept beyond top-k
+    if sampling.wants_kept:  # more than top-k tokens are kept if their probabilities are equal
         kept = min(2 * sampling.top_k, shape.vocab_size or _MOST_KEPT)
         limit += sampling.max_tokens * _OF_A_KEPT_ID * kept
     return limit
 
 
-# how a server is made to return kept sets
+# how to make a server return kept sets, for the error below
 _ASK_MASK = {
     "vllm": "start the server with --enable-scale-out --return-sampling-mask --logprobs-mode "
     "processed_logprobs (0.30 or later)",
@@ -138,10 +138,10 @@ _ASK_MASK = {
 
 
 def refuse_without_kept(engine: str, decoded: Rollout, sampling: Sampling, where: str) -> None:
-    """Refuse a response whose kept sets are wanted and not there.
+    """Refuse a response without the kept sets that were asked for.
 
     Raises:
-        EngineError: saying how the server is made to return them.
+        EngineError: saying how to make the server return kept sets.
     """
     if sampling.wants_kept and decoded.kept is None:
         raise EngineError(f"{where}: the response has no sampling mask: {_ASK_MASK[engine]}")

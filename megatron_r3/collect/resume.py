@@ -49,8 +49,8 @@ def only_writer(directory: Path) -> Iterator[None]:
     removed at the start. At the end the directory is removed if it is empty.
 
     Raises:
-        StoreError: another collection writes to it, nothing can be written there, or its file
-            system cannot give a shard its name.
+        StoreError: another collection writes to the directory, nothing can be written there, or its
+            file system has no hard links, by which shards get their names.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -102,7 +102,7 @@ def _lock(directory: Path) -> int:
         except BlockingIOError as error:
             os.close(descriptor)
             raise StoreError(
-                f"{directory}: another collection writes to it: wait for its end"
+                f"{directory}: another collection writes to it: wait until that one ends"
             ) from error
         except OSError:
             os.close(descriptor)
@@ -120,13 +120,13 @@ def stored_samples(
     """The rollouts of this policy version in the directory.
 
     Args:
-        pushed: whether the engine was given this version, so that equal weights of two versions
-            are no mistake: an update with a learning rate of 0 changes nothing.
+        pushed: whether the caller loaded this version into the engine. Then equal weights under two
+            versions are no mistake: an update with a learning rate of 0 changes nothing.
 
     Raises:
         StoreError: a shard is damaged, of another model or engine, of another policy with the same
-            version, or of the same policy with another version; or a group's rollouts were sampled
-            from another prompt than it has now.
+            version, or of the same policy with another version (unless `pushed`); or a group's
+            rollouts were sampled from another prompt than the group has now.
     """
     if not any(directory.glob(SHARD_GLOB)):
         return Stored()
@@ -146,30 +146,31 @@ def _check_info(
     policy = ("router_fingerprint", "policy_stamp", "engine_policy")
     for shard in store.shards:
         stored_info = shard.info
-        # Shards of another policy version may differ in what tells policies apart, in nothing else.
+        # Shards of another policy version may differ in the fields of `policy`, and in no others.
         same_policy = replace(stored_info, **{name: getattr(info, name) for name in policy})
         if same_policy != info:
             raise StoreError(
                 f"{shard.path}: its rollouts were not collected as this command would collect "
-                f"them: {'; '.join(differences(same_policy, info))}: take another --out"
+                f"them: {'; '.join(differences(same_policy, info))}: give another --out"
             )
         if not info.engine_policy:
-            # The engine's page names no version. Responses may; `EnginePolicy` compares those.
+            # The engine named no version at the start. Its responses may: `EnginePolicy` compares.
             stored_info = replace(stored_info, engine_policy="")
         version_M = shard.tensors["policy_version"]
         if policy_version not in version_M:
             if info.policy_stamp and stored_info.policy == info.policy and not pushed:
                 raise StoreError(
-                    f"{shard.path}: its rollouts of policy version {version_M[0]} are of the very "
-                    f"weights that --policy-version {policy_version} is given for: give --model "
-                    f"the new weights, --policy-version {version_M[0]}, or another --out"
+                    f"{shard.path}: its rollouts of policy version {version_M[0]} were sampled by "
+                    f"the weights of --model, which are --policy-version {policy_version} now: "
+                    f"give --model the new weights, --policy-version {version_M[0]}, or another "
+                    "--out"
                 )
             continue
         engine_policy = shard.info.engine_policy
         if stored_info != info:
             raise StoreError(
                 f"{shard.path}: its rollouts of policy version {policy_version} are of another "
-                f"policy: {'; '.join(differences(stored_info, info))}: take another "
+                f"policy: {'; '.join(differences(stored_info, info))}: give another "
                 "--policy-version or --out"
             )
     return engine_policy
@@ -199,7 +200,7 @@ def _check_prompts(
     for rollout in np.flatnonzero(asked_M & (digest_M != digests[prompt_M])).tolist():
         prompt = prompts[prompt_M[rollout]]
         name = f"{prompt.where}: {store.name(rollout)} of its group {prompt.group}"
-        if digest_M[rollout] == 0:  # a sampler of one's own need not give one
+        if digest_M[rollout] == 0:  # a store that the user's own code wrote may have no digests
             raise StoreError(
                 f"{name}: the store has no digest of its prompt, so the two prompts cannot be "
                 "compared: give another --out"

@@ -1,4 +1,4 @@
-"""The reward: the user's function, what it gets, and the rollout that its number completes.
+"""The reward: how the user's function is loaded and called, and what the function gets.
 
 Shape suffixes (docs/glossary.md): N.
 """
@@ -20,7 +20,7 @@ from megatron_r3.replay.words import one_line, quoted
 
 
 class RewardError(ValueError):
-    """A reward function that cannot be used; the message names the function and the prompt."""
+    """A reward, or a function for rewards, that cannot be used; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class RewardSample:
     """What a reward function gets.
 
     Attributes:
-        fields: the prompt's line with all that it holds, for example an answer or a task's name.
+        fields: the whole line of the prompt; the line may hold an answer or a task's name.
         prompt_tokens, response_tokens: token ids.
-        message: what the engine says that the model wrote: `content`, and beside it what a parser
-            of the server took out, e.g. `reasoning` and `tool_calls`. Empty if the engine sends no
-            text, as one without a tokenizer does.
+        message: what the model wrote, as the engine returns it: `content`, and what the server's
+            parsers took out of it, e.g. `reasoning` and `tool_calls`. Empty if the engine sends no
+            text, for lack of a tokenizer.
         finish_reason: why the response ended, in the engine's words: "stop", "length".
         group, sample: which sample of which prompt.
     """
@@ -64,8 +64,8 @@ class RewardSample:
         """The response as one text.
 
         Raises:
-            RewardError: there is no such text, or it would lack a part of what the model wrote. A
-                reward of the text "" would be wrong then, and nobody would see why.
+            RewardError: the engine sent no text, or the text lacks a part of what the model wrote.
+                With "" in its place a reward would be wrong, and nobody would see why.
         """
         if "content" not in self.message:
             raise RewardError("the engine sent no text: read sample.response_tokens instead")
@@ -94,7 +94,7 @@ def load_reward(spec: str, folder: Path | None = None) -> RewardFunction:
     if not module_name or not name:
         raise RewardError(f"--reward {spec}: give it as module:function")
     first = os.getcwd() if folder is None else str(folder)
-    # `python -m` puts the working directory there, an installed `megatron-r3` does not.
+    # `python -m` puts the working directory on sys.path, an installed `megatron-r3` does not.
     if first not in (sys.path if folder is None else sys.path[:1]):
         sys.path.insert(0, first)
     try:
@@ -132,7 +132,7 @@ def checked_reward(value: Any, prefix: str) -> float:
     """
     try:
         wrong = wrong_reward(value)
-    except Exception as error:  # of a class of its own, for example a tensor of two numbers
+    except Exception as error:  # a value of any class may come, for example a tensor of two numbers
         wrong = f"a reward is a number ({_text_of(error)})"
     if wrong is not None:
         raise RewardError(f"{prefix} {quoted(value, 200)}; {wrong}")

@@ -251,7 +251,7 @@ def test_an_sglang_server_without_masks_is_refused(folder, capsys):
         assert sglang(server, "--top-k", "9", "--refused-retries", "0") == 1
         assert "the response has no sampling mask: SGLang 0.5.23" in capsys.readouterr().err
         assert sglang(server, "--temperature", "0.9", "--top-p", "0.9") == 1
-        assert "SGLang's are of this temperature, or of temperature 1 where the server has " in (
+        assert "SGLang's are of this temperature, or of temperature 1 if the server has " in (
             capsys.readouterr().err
         )
         assert sglang(server) == 0  # control: plain sampling needs no masks

@@ -49,7 +49,7 @@ def test_what_the_server_cannot_do_is_refused(sampling, message):
 
 
 def test_an_engine_never_gets_what_ends_it():
-    with pytest.raises(ValueError, match="and ends if it gets both"):
+    with pytest.raises(ValueError, match="stops if a request has both"):
         sampling_for("megatron", Sampling(8, top_k=50, top_p=0.9), biased=True)
 
 

@@ -84,7 +84,9 @@ def test_another_version_has_other_weights(tmp_path, info, version, pushed):
     write_shard(tmp_path / "s", STAMPED, ROLLOUTS)
     stored = stored_samples(tmp_path / "s", info, version, prompts, pushed)
     assert len(stored.samples) == (5 if version == 7 else 0)
-    message = "shard-00000.*policy version 7 are of the very weights that --policy-version 8 is"
+    message = (
+        "00000.*policy version 7 were sampled by the weights of --model, which are --policy-ver"
+    )
     with pytest.raises(StoreError, match=message):
         stored_samples(tmp_path / "s", STAMPED, 8, prompts)
     # an engine that names its version in responses alone
@@ -135,7 +137,7 @@ def test_only_what_differs_is_said(folder, capsys):
             assert field in error
             for other in ("num_experts", "moe_layers", "StoreInfo", "router_fingerprint"):
                 assert other not in error
-            assert error.endswith("take another --out")
+            assert error.endswith("give another --out")
             assert len(error) < 300
 
 

@@ -84,13 +84,14 @@ def test_prompts_outside_the_vocabulary_are_refused_before_any_request(folder, c
 
 
 WHOSE = (
-    "the response does not say whose log-probs it has: vLLM's are of temperature 1, or of the "
-    "processed distribution where the server was started with --logprobs-mode processed_logprobs; "
-    "with a top-k, e.g. 1000, the engine returns kept sets and log-probs over them"
+    "the response does not say which distribution its log-probs are of: vLLM's are of temperature "
+    "1, or of the processed distribution if the server was started with --logprobs-mode "
+    "processed_logprobs; with a top-k, e.g. 1000, the engine returns kept sets and log-probs over "
+    "them"
 )
 GREEDY = (
     "the likeliest token is taken, so every log-prob of the distribution that is sampled is 0, and "
-    "nothing can be learned from it"
+    "training could learn nothing"
 )
 
 
@@ -281,7 +282,7 @@ def test_weights_are_compared_on_resume_too(folder, capsys):
         error = capsys.readouterr().err.splitlines()[-1]
         assert "policy version 0 are of another policy: " in error
         assert "engine_policy" in error
-        assert "take another --policy-version" in error
+        assert "give another --policy-version" in error
         server.answer = of_weights(["8"])
         assert sglang(folder, server, "--policy-version", "1") == 0
         server.answer = of_weights(["7"])
