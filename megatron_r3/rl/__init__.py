@@ -1,1 +1,1 @@
-"""Megatron's own RL loop, with the routes that its engine sampled."""
+"""Replay in Megatron's own RL loop of the routes that its engine recorded."""

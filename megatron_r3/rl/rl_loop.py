@@ -1,8 +1,8 @@
 """Replay in Megatron's own RL loop: the old-policy pass and the update take the sampler's experts.
 
-The loop makes its batches and its losses itself. This file only stands around its forward steps: it
-takes the row ids of a micro-batch, makes the routes of this rank's layers and tokens active, and
-calls the loop's step. The pass of the reference model is live: its weights chose other experts.
+The loop makes batches and losses itself. This file wraps the loop's forward steps: a wrapper takes
+the row ids of a micro-batch, makes the routes of this rank's layers and tokens active, and calls
+the loop's step. The reference model's pass is live: its weights are not those that sampled.
 
 Shape suffixes (docs/glossary.md): B, S, T.
 """
@@ -43,11 +43,11 @@ class LoopReplay:
 
     Args:
         options: what was asked for.
-        iteration: tells which iteration runs, from 0.
-        packing: tells how the loop has packed the collection; None where it has not.
+        iteration: returns the number of the iteration that runs, from 0.
+        packing: returns the loop's packing context; None if the collection is not packed.
 
     Attributes:
-        turns: those of the last collection; None before the first one.
+        turns: those of the last collection; None before the first collection.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class LoopReplay:
         self._began = 0  # the iteration of the first update on the collection
 
     def begin_collection(self, rows: Sequence[Any], rollouts: Sequence[Any]) -> LoopReplay:
-        """Take over the turns of a collection, the same on all ranks.
+        """Take over the turns of a collection; every rank gets all of them.
 
         Args:
-            rows, rollouts: as `read_turns`, of all data-parallel ranks.
+            rows, rollouts: those of all data-parallel ranks (see `read_turns`).
         """
         options = self.options
         try:
@@ -96,7 +96,7 @@ class LoopReplay:
         return self.turns.rows(begin, end, self.options.seq_length)
 
     def old_pass(self, forward_step: ForwardStep, packing: Any) -> ForwardStep:
-        """The forward step of the old policy's pass, replayed.
+        """The forward step of the old policy's pass, with replay.
 
         Args:
             packing: the loop's packing context; None where samples are not packed.
@@ -112,7 +112,7 @@ class LoopReplay:
         return step
 
     def reference_pass(self, forward_step: ForwardStep, packing: Any) -> ForwardStep:
-        """The forward step of the reference model's pass, live."""
+        """The forward step of the reference model's pass, with live routing."""
 
         def step(data_iterator: Any, model: Any, *more: Any, **options: Any) -> Any:
             batch, _ = self._batch(next(data_iterator), packing)
@@ -122,7 +122,7 @@ class LoopReplay:
         return step
 
     def update(self, forward_step: ForwardStep) -> ForwardStep:
-        """The script's forward step, replayed."""
+        """The script's forward step, which computes the loss, with replay."""
 
         def step(data_iterator: Any, model: Any, *more: Any, **options: Any) -> Any:
             batch, rows_BS = self._batch(next(data_iterator), self._packing())
@@ -145,7 +145,7 @@ class LoopReplay:
         return "".join(lines)
 
     def _forget(self) -> None:
-        """Drop what was measured and not logged; alarms remember what they have said."""
+        """Drop what was measured and not logged; alarms that were printed are not printed again."""
         for metrics in self.metrics.values():
             metrics.microbatches, metrics.dispatched = {}, [0, 0]
 
@@ -155,13 +155,14 @@ class LoopReplay:
             raise ValueError(
                 f"{self.turns.without[0].name}: the engine sent no routes, and "
                 "--moe-router-replay-missing is error: use an agent that keeps `routes` of the "
-                f"responses, or choose live ({len(self.turns.without)} such turns)"
+                "responses, or give --moe-router-replay-missing live "
+                f"({len(self.turns.without)} such turns)"
             )
         if self.turns.turns and not self.turns.recorded_T.any():
             raise ValueError(
                 "no turn of this collection has routes, so nothing would be replayed: use an agent "
-                "that keeps `routes` of the responses. Rollouts that come from a server of agents "
-                "(RemoteAgent) have lost them"
+                "that keeps `routes` of the responses. Agents behind a server (RemoteAgent) send "
+                "no routes"
             )
 
     def _announce(self) -> None:
@@ -190,9 +191,9 @@ class LoopReplay:
 
     @contextmanager
     def _replaying(self, which: str, model: Any, rows_BS: Tensor) -> Iterator[None]:
-        """Replay a forward pass; end the run if a layer has left its routes.
+        """Replay a forward pass; end the run if a layer did not take its routes.
 
-        No schedule here runs a layer after the forward step: `refuse_in_loop` refuses such ones.
+        All layers have run when the forward step ends: `refuse_in_loop` refuses other schedules.
         """
         microbatch = self._microbatch(which, model, rows_BS)
         with replaying(microbatch):
@@ -221,8 +222,9 @@ class LoopReplay:
         assert self.turns is not None
         module: Any = unwrapped(model)
         self._pass = which
-        # A later update has moved away from the collection, which is no fault of its rows. Not
-        # every iteration is logged: the first line of a collection may be of its second update.
+        # Alarms look at a collection's first update alone: in later ones the weights have moved
+        # away, which is no fault of the rows. Not every iteration is logged, so the first log line
+        # of a collection may be of a later update.
         self.metrics[UPDATE].begins_collection = self._iteration() == self._began
         door = self._doors.get(module) or self._equip(module)
         try:
@@ -236,7 +238,7 @@ class LoopReplay:
             routes,
             door.plan(routes),
             tally=tally,
-            # the old pass has no gradients, and yet the bits of the update
+            # the old pass has no gradients, but must compute the same bits as the update
             as_with_gradients=layers_with_gradients(module) if which == OLD else (),
         )
         if places is not None:
@@ -258,7 +260,7 @@ class LoopReplay:
     def _measured(self, routes: HostRoutes) -> tuple[Tally, Places]:
         """The rows of a micro-batch that are compared with the live choice, and their places.
 
-        All rows that have a recorded route are compared; those whose token was sampled count.
+        All rows that have a recorded route are compared; those that predict a sampled token count.
         """
         assert self.turns is not None
         rows_T = routes.rows_T
@@ -272,5 +274,5 @@ class LoopReplay:
         )
 
     def add_dispatched(self, matched: int, total: int) -> None:
-        """Count what a witness has seen, in the pass that runs; a recompute is of the update."""
+        """Add a witness's counts to those of the pass that runs; a recompute is of the update."""
         self.metrics[self._pass].add_dispatched(matched, total)

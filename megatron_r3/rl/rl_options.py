@@ -1,4 +1,4 @@
-"""What of Megatron's RL loop is refused with --moe-router-replay, before anything is built."""
+"""Options of replay in Megatron's RL loop, and those of Megatron that are refused beside it."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ _NOT_PATCHED = (
     "shows which are in); collect rollouts, and train on them with --rollouts DIR"
 )
 _SCHEDULE = "inference_dynamic_batching_async_sched_mode"
-_FSDP = "replay was not proved on sharded modules; leave FSDP out"
+_FSDP = "replay was not tested on modules that FSDP shards; leave FSDP out"
 # options of Megatron, with the reason why each is refused
 _REFUSED = {
     "rl_training_cuda_graphs": "--rl-training-cuda-graphs captures the router, and a graph would "
     "repeat the routes of its first micro-batch; leave it out",
-    "virtual_pipeline_model_parallel_size": "the RL loop takes the first model chunk of a rank "
-    "alone; leave out virtual pipeline stages",
-    "context_parallel_size": "the RL loop splits no sequences on 0.19.0, and on main nobody has "
-    "shown replay with its split; set --context-parallel-size 1",
+    "virtual_pipeline_model_parallel_size": "the RL loop runs only the first model chunk of a "
+    "rank; leave out virtual pipeline stages",
+    "context_parallel_size": "the RL loop splits no sequences on 0.19.0, and on main replay was "
+    "not tested with split sequences; set --context-parallel-size 1",
     _SCHEDULE: "an engine that schedules ahead (--inference-dynamic-batching-async-sched-mode "
     "async) records no routes; use legacy",
     "rl_durable_rollout_bank": "--rl-durable-rollout-bank writes rollouts without their routes, "
-    "and what it gives back could not be replayed; leave it out",
-    "mtp_num_layers": "nobody has shown replay in the RL loop with --mtp-num-layers; leave it out",
-    "moe_router_replay_guest_slots": "nobody has shown guests of hot experts in the RL loop; leave "
+    "so rollouts from the bank could not be replayed; leave it out",
+    "mtp_num_layers": "replay in the RL loop was not tested with --mtp-num-layers; leave it out",
+    "moe_router_replay_guest_slots": "guests of hot experts were not tested in the RL loop; leave "
     "out --moe-router-replay-guest-slots",
-    "overlap_moe_expert_parallel_comm": "nobody has shown replay in the RL loop with "
-    "--overlap-moe-expert-parallel-comm, whose layers run after the forward step; leave it out",
+    "overlap_moe_expert_parallel_comm": "with --overlap-moe-expert-parallel-comm layers run after "
+    "the forward step, and replay in the RL loop was not tested so; leave it out",
     "use_megatron_fsdp": _FSDP,
     "use_torch_fsdp2": _FSDP,
 }
@@ -52,8 +52,8 @@ class LoopOptions:
         mismatch_interval, log_interval: every how many iterations live and recorded choices are
             compared (0 for never), and a line is logged.
         store: the directory to which each collection is written; None for none.
-        sampling: temperature, top_p and top_k, as the engine is asked; max_tokens, which bounds a
-            whole sequence.
+        sampling: temperature, top_p and top_k as the loop's requests have them; max_tokens, which
+            bounds prompt and response together.
         vocab_size: rows of the output layer.
     """
 
@@ -97,7 +97,7 @@ class LoopOptions:
         )
 
     def measures(self, iteration: int) -> bool:
-        """Whether live and recorded choices are compared in this iteration, from 0."""
+        """Whether live and recorded choices are compared in this iteration (counted from 0)."""
         return all(
             n and (iteration + 1) % n == 0 for n in (self.mismatch_interval, self.log_interval)
         )
@@ -116,7 +116,7 @@ def refuse_in_loop(args: Any) -> None:
     refused["context_parallel_size"] = (refused["context_parallel_size"] or 1) > 1
     refused[_SCHEDULE] = refused[_SCHEDULE] == "async"
     reasons = [] if _is_patched() else [_NOT_PATCHED]
-    # once, where two options are refused for one reason
+    # `fromkeys`: two options may be refused for one reason, which is said once
     reasons += dict.fromkeys(_REFUSED[name] for name, is_refused in refused.items() if is_refused)
     reasons += [
         f"{flag(option.name)} is for the rollouts of a store (--rollouts); leave it out"

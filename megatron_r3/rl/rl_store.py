@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 def write_collection(options: LoopOptions, turns: TurnRoutes, version: str) -> Path:
-    """Append the turns of a collection to the store of the options, a rollout for each turn.
+    """Append the turns of a collection to the store `options.store`, a rollout for each turn.
 
     Turns of one rollout are samples of one group, with the reward of the rollout. The policy
-    versions are the generation epochs of the loop. The router digests are left out: the weights
-    that sampled are not here any more.
+    versions are the generation epochs of the loop. The router digests are left out: this process
+    no longer has the weights that sampled.
 
     Args:
         version: of Megatron, whose engine sampled.

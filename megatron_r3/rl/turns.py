@@ -33,20 +33,20 @@ from megatron_r3.replay.words import quoted
 class Turn:
     """A sequence that the loop trains on: a turn of a rollout with all that came before it.
 
-    Main trains on a rollout of several turns as one sequence, if each turn begins with the one
-    before. Then every turn was a request of its own, and has sampled its own tokens only.
+    Megatron's main branch trains on a rollout of several turns as one sequence, if each turn begins
+    with the turn before. Each turn was a request then, which sampled only that turn's tokens.
 
     Attributes:
         name: what errors call it.
         tokens_N: int32.
         response_N: bool, True on sampled tokens.
         logprobs: the sampler's log-prob of each sampled token.
-        sent: of each request the number of its tokens, and its routes as the engine sent them (None
-            if it sent none); ascending.
+        sent: for each request, the shortest first, the number of tokens and the routes as the
+            engine sent them (None if it sent none).
         reward: of its rollout.
         group, sample: numbers of the rollout's group, and of the sequence among those of the group.
-        versions: tokens and policy versions, ascending: from the forward pass of that token on, the
-            policy of that version sampled. The first token is 0.
+        versions: pairs of a token and a policy version, ascending: from the forward pass of that
+            token on, the policy of that version sampled. The first pair's token is 0.
     """
 
     name: str
@@ -65,10 +65,10 @@ class Turn:
         return any(routes is None for _, routes in self.sent)
 
     def routes(self, shape: MoEShape) -> Routes:
-        """Its routes `[L, N - 1, K]`, checked; rows that the engine did not send are not recorded.
+        """The routes `[L, N - 1, K]`, checked; rows that the engine did not send are not recorded.
 
-        Each token has the route of the request that sampled what follows it. Example, requests of 4
-        and 7 tokens: rows 0 to 2 are those of the first request, rows 3 to 5 of the second.
+        A row comes from the first request that has it. Example, requests of 4 and 7 tokens: rows 0
+        to 2 are of the first request, which forwarded 3 tokens, and rows 3 to 5 of the second.
 
         Raises:
             ValueError: routes of other layers, experts or tokens, naming the turn.
@@ -100,7 +100,8 @@ class Turn:
         """The turn as a rollout of a store.
 
         Raises:
-            ValueError: as `routes`; or log-probs of other tokens; or a reward that is no number.
+            ValueError: for the reasons of `routes`; or the number of log-probs is not that of the
+                sampled tokens; or the reward is no number.
         """
         logprobs_N = np.zeros(len(self.tokens_N), np.float32)
         if len(self.logprobs) != self.response_N.sum():
@@ -110,7 +111,9 @@ class Turn:
             )
         logprobs_N[self.response_N] = self.logprobs
         if not isinstance(self.reward, (int, float)):
-            raise ValueError(f"{self.name}: reward {quoted(self.reward)}: a store has one number")
+            raise ValueError(
+                f"{self.name}: reward {quoted(self.reward)}: a store has one number for it"
+            )
         sampled_G = np.flatnonzero(self.response_N)
         version_G = self.version_N[sampled_G]
         begins_G = np.diff(version_G, prepend=-1) != 0
@@ -144,8 +147,8 @@ def read_turns(
     """The sequences of `prepare_data_for_update`, without those that only fill up a batch.
 
     Args:
-        rows: a pair of a rollout and the index of one of its turns; or a rollout, whose turns are
-            one sequence; or what fills up: None, or a pair with None.
+        rows: each is a pair of a rollout and the index of one of its turns; or a rollout, whose
+            turns are one sequence; or filling: None, or a pair with None.
         rollouts: of the collection, group by group.
         group_size: rollouts of a group.
         first_group: the number of the first group.
@@ -171,7 +174,7 @@ def read_turns(
 
 
 def _read_turn(rollout: Any, indices: list[int], name: str, group: int, sample: int) -> Turn:
-    """The sequence of these turns, of which each begins with the one before."""
+    """The sequence of these turns, each of which begins with the turn before."""
     masks = getattr(rollout, "generation_mask", None)
     if masks is None or rollout.logprobs is None:
         raise ValueError(
@@ -197,7 +200,7 @@ def _read_turn(rollout: Any, indices: list[int], name: str, group: int, sample: 
 
 
 def _versions(epochs: Any, masks: Any, indices: list[int]) -> list[tuple[int, int]]:
-    """The policy versions of a sequence, each turn's from the first token on that it sampled."""
+    """`Turn.versions` of a sequence: a turn's versions count from its first sampled token on."""
     spans: list[tuple[int, int]] = []
     for index in indices if epochs else ():
         sampled = np.flatnonzero(masks[index])
@@ -207,7 +210,7 @@ def _versions(epochs: Any, masks: Any, indices: list[int]) -> list[tuple[int, in
 
 
 class TurnRoutes:
-    """The routes of all turns of a collection, by row id, as a front door and a witness read them.
+    """The routes of all turns of a collection, by row id, for `ModelRoutes` and the witness.
 
     Args:
         info: the MoE layers of the model.
@@ -232,7 +235,7 @@ class TurnRoutes:
             self.ids_LTK[:, first : first + routes.num_rows] = routes.ids_LTK
             self.recorded_T[first : first + routes.num_rows] = routes.recorded_T
         self.without = [turn for turn in turns if turn.lacks_routes]
-        # Of each row: its token, and the version that sampled the token that this one predicts.
+        # For each row its token, and the policy version that sampled the token after it.
         self.tokens_T = _joined([turn.tokens_N[:-1] for turn in turns], np.int32)
         self.version_T = _joined([turn.version_N[1:] for turn in turns], np.int64)
 
@@ -245,7 +248,7 @@ class TurnRoutes:
             into_LTK: where the ids are written; None for a new array.
         """
         here_T = rows_T >= 0
-        # Not one index after the other: the first would copy the routes of the whole collection.
+        # `np.ix_` takes layers and rows at once; layers alone would copy the whole collection.
         ids_LTK = self.ids_LTK[np.ix_(np.array(layers), np.where(here_T, rows_T, 0))]
         if into_LTK is not None:
             into_LTK[...] = ids_LTK
@@ -276,7 +279,7 @@ class TurnRoutes:
         return rows_BS
 
     def _put(self, rows_S: Tensor, start: int, turn: int) -> None:
-        """Put the rows of a turn at `start`; what the loop has cut off at the end has no place."""
+        """Put the rows of a turn at `start`, without those that the loop cut off at the end."""
         first, end = self.first_M[turn : turn + 2].tolist()
         end = min(end, first + len(rows_S) - start)
         rows_S[start : start + end - first] = torch.arange(first, end)
@@ -312,7 +315,7 @@ class TurnRoutes:
         return turn, row - int(self.first_M[turn])
 
     def rollout(self, turn: int) -> Rollout:
-        """The record of a turn, read anew from what the engine sent; a witness asks for it."""
+        """A turn as a rollout, read again from what the engine sent; the witness asks for this."""
         return self.turns[turn].record(self.info)
 
 
