@@ -1,1 +1,1 @@
-"""Adapters: Megatron's own `RouterReplay` interface on our hook, and verl."""
+"""Adapters for code that is written for Megatron's `RouterReplay`, and for verl."""

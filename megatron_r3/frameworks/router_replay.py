@@ -1,10 +1,10 @@
-"""Upstream's RouterReplay, on the active microbatch: code that is written for it runs unchanged.
+"""Upstream's RouterReplay interface: code that is written for it runs unchanged on our replay.
 
     import megatron_r3.frameworks.router_replay  # before the model is made
 
-From then on every router of a config with `moe_enable_routing_replay` (or verl's
-`enable_routing_replay`) is a router of `moe_router_replay`, and its `router_replay` has upstream's
-interface (megatron/core/transformer/moe/router_replay.py): targets, actions, the global list.
+From then on a config's `moe_enable_routing_replay` (or verl's `enable_routing_replay`) switches on
+`moe_router_replay` instead, and each router's `router_replay` has upstream's interface
+(megatron/core/transformer/moe/router_replay.py): targets, actions, the global list.
 
 What a router does is decided where the forward pass of its block of layers begins, from the actions
 of the block's own routers:
@@ -12,14 +12,14 @@ of the block's own routers:
     none of them has an action   the block runs as it would
     RECORD                       `recording()`; each router gets its recorded indices at the end
     REPLAY_FORWARD               `replaying()` the targets of the block's routers
-    REPLAY_BACKWARD              an error: the recomputes that it is for are bound to their forward
-                                 pass (patch 2), and do not come through here
+    REPLAY_BACKWARD              an error where a new forward pass begins; a recompute does not look
+                                 at actions
 
-So there is no queue of targets, a second model in the process cannot take part, and an exception
-leaves nothing active. Whatever is recomputed takes the routes of its own forward pass, in any
-order, whether the caller sets REPLAY_BACKWARD before the backward pass or not. MTP routers are not
-in a block and not in the list: nobody has routes for them. They have the interface, because some
-code walks the modules of a model for routers (NeMo-RL's does), and they stay live.
+A recompute takes the routes of its own forward pass (patch 2), in any order, whether the caller
+sets REPLAY_BACKWARD before the backward pass or not. So there is no queue of targets, a second
+model in the process cannot take part, and an exception leaves nothing active. MTP routers stay
+live, and are not in the list: nobody has routes for them. They have the interface, because some
+code (NeMo-RL's) looks for routers in all modules of a model.
 
 Without this import upstream's class is as it was.
 
@@ -48,20 +48,20 @@ from megatron_r3.replay.plan import LayerSizes
 from megatron_r3.replay.planner import PLANNED_DISPATCHERS, Planner
 from megatron_r3.replay.tally import Tally
 
-# The classes whose forward pass is that of a block of layers, in 0.16 to main. The second and third
-# are one class from 0.18 on, under its new and its old name.
+# The classes that run a block of layers, in 0.16 to main. From 0.18 on the second and the third are
+# one class, under a new and an old name.
 _BLOCKS = (
     ("megatron.core.transformer.transformer_block", "TransformerBlock"),
     ("megatron.core.models.hybrid.hybrid_block", "HybridStack"),
     ("megatron.core.ssm.mamba_block", "MambaStack"),
 )
 
-# The lists that code for RouterReplay reads beside upstream's own; a framework's adapter adds its.
+# Lists of routers that frameworks read beside upstream's global list; `join_list` adds one.
 _more_lists: list[list[Any]] = []
 
 
 class BoundTargets:
-    """How the hook of one router differs from upstream's RouterReplay: it keeps, and does nothing.
+    """The targets and the action of one router; `_forward_pass` of the router's block obeys them.
 
     Attributes:
         router_replay_action: an action of upstream's enum, or of a framework's with the same
@@ -98,13 +98,13 @@ class BoundTargets:
                 a response, sequences without a response, and packing padding
                 (verl/utils/megatron/router_replay_utils.py, `build_r3_replay_mask`). Nothing
                 attends to these rows either, since they come last in their sequence. So it does
-                not matter where they go, and they are treated as padding: spread experts, out of
-                the router's load. None means that every row is replayed.
+                not matter which experts they take, and they are treated as padding: spread over
+                the experts, and not in the router's load. None means that every row is replayed.
         """
         self.target_topk_idx, self.target_replay_mask = topk_indices, replay_mask
 
     def clear_indices(self) -> None:
-        """Forget what was recorded and given."""
+        """Forget the recorded indices, the targets and their mask."""
         self.recorded_topk_idx = self.target_topk_idx = self.target_replay_mask = None
         self.replay_backward_list = []
 
@@ -120,14 +120,14 @@ class BoundTargets:
         """The active microbatch; None if there is none. A router asks at each of its passes.
 
         Raises:
-            ReplayError: an action is set, and the router runs where no block of layers looked at
-                it: upstream would have replayed.
+            ReplayError: an action is set, but the router runs outside of a block's call, where
+                actions are read. Upstream would have replayed here.
         """
         acts = self.has_routes and self.router_replay_action is not None
         if acts and ACTIVE.get() is None:
             raise ReplayError(
                 f"layer {self.layer_number}: the action is {action_of(self)}, and the router runs "
-                "outside of a call of TransformerBlock, where megatron_r3 looks at the action. "
+                "outside of a call of TransformerBlock, and megatron_r3 reads actions only there. "
                 "Likely causes: a class of layers that is no TransformerBlock, a router or a "
                 "layer that is called by itself, or a recompute that is not Megatron's"
             )
@@ -135,12 +135,12 @@ class BoundTargets:
 
     @property
     def has_routes(self) -> bool:
-        """Whether anybody has routes for this router; False for MTP."""
+        """Whether the caller can have routes for this router; False for an MTP router."""
         return bool(self.__dict__["has_routes"])
 
     @has_routes.setter
     def has_routes(self, value: bool) -> None:
-        # 0.16 tells an MTP router so after it was made (seams/router.py, `keep_live`)
+        # On 0.16 `keep_live` (seams/router.py) sets this after an MTP router was made.
         self.__dict__["has_routes"] = value
         if not value:
             for instances in (_upstream().global_router_replay_instances, *_more_lists):
@@ -155,7 +155,7 @@ def action_of(hook: BoundTargets) -> str | None:
 
 @dataclass
 class _Mismatch:
-    """How often live routing would differ, summed on the device until somebody asks."""
+    """How often live routing would differ, summed on the device until `take_mismatch`."""
 
     wanted: bool = False
     sums: dict[int, Tensor] = field(default_factory=dict)  # layer: int64 [differing, compared]
@@ -171,15 +171,15 @@ _mismatch = _Mismatch()
 
 
 def count_mismatch(wanted: bool = True) -> None:
-    """Switch on or off, for the whole process, that replayed forward passes are compared with live.
+    """Switch on or off, for the whole process, the comparison of replayed routes with live ones.
 
-    It costs one top-k a layer.
+    The comparison costs one top-k a layer.
     """
     _mismatch.wanted = wanted
 
 
 def take_mismatch() -> dict[int, tuple[int, int]]:
-    """What was counted since the last call, of this rank's tokens; it waits for the device.
+    """The counts of this rank's tokens since the last call; waits for the device.
 
     Returns:
         For each layer number the tokens whose live choice is another set of experts, and the tokens
@@ -211,8 +211,8 @@ def _hooks_of(block: torch.nn.Module) -> list[BoundTargets]:
 def _with_routes(call: Callable[..., Any]) -> Callable[..., Any]:
     """A block's `__call__` that first looks at the actions of the block's routers.
 
-    It is not the block's `forward`, because a subclass may have another one that does not call
-    Megatron's: mcore-bridge's TransformerBlock, with which ms-swift builds its models, does.
+    `forward` is not wrapped, because a subclass may replace it without a call of Megatron's. The
+    TransformerBlock of mcore-bridge, with which ms-swift builds its models, does so.
     """
 
     @functools.wraps(call)
@@ -234,16 +234,19 @@ def _with_routes(call: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _forward_pass(block: Any, hooks: list[BoundTargets]) -> Iterator[None]:
-    """What the actions of a block's routers ask for, around its forward pass."""
+    """Do what the actions of a block's routers ask for, around the block's forward pass."""
     actions = {action_of(hook) for hook in hooks}
     if len(actions) > 1:
         by_layer = {hook.layer_number: action_of(hook) for hook in hooks}
-        raise ReplayError(f"the routers of one block of layers have different actions: {by_layer}")
+        raise ReplayError(
+            f"the routers of one block of layers have different actions: {by_layer}; give all the "
+            "same action"
+        )
     (action,) = actions
     if action is None:
-        # A block that some other code replays (`with replaying(...)`) stays as it is. Otherwise the
-        # pass is marked as live, so that `microbatch` above knows its recomputes: an action may
-        # have been set for the next forward pass by then.
+        # A block that other code replays (`with replaying(...)`) is left alone. Otherwise the pass
+        # is marked as live, so that `BoundTargets.microbatch` does not take a recompute of the pass
+        # for a router outside of a block: by then the next pass's action may have been set.
         with nullcontext() if ACTIVE.get() else replaying(None):
             yield
     elif action == "record":
@@ -264,13 +267,13 @@ def _forward_pass(block: Any, hooks: list[BoundTargets]) -> Iterator[None]:
             _mismatch.add(routes, microbatch.tally)
     else:
         raise ReplayError(
-            f"a forward pass began with the action {action}: recomputes replay by themselves, and "
-            "a new forward pass needs its targets and the action replay_forward, record or none"
+            f"a forward pass began with the action {action}: recomputes need no action, and a new "
+            "forward pass takes replay_forward (with targets), record or none"
         )
 
 
 def _keep_recorded(hooks: list[BoundTargets], recorded: MicrobatchRoutes) -> None:
-    """Give each router what it chose, as upstream keeps it."""
+    """Put each router's choice where upstream keeps it (`record_indices`)."""
     silent = [hook.layer_number for hook in hooks if hook.layer_number not in recorded.ids]
     if silent:
         raise ReplayError(f"the routers of layers {silent} did not run, so nothing was recorded")
@@ -294,16 +297,18 @@ def _targets_of(block: Any, hooks: list[BoundTargets]) -> TargetRoutes:
             "call set_target_indices (or RouterReplay.set_replay_data) before the forward pass"
         )
     if any(mask is not masks[0] for mask in masks):
-        raise ReplayError("the layers of one forward pass have different replay masks")
+        raise ReplayError(
+            "the layers of one forward pass have different replay masks: give all the same tensor"
+        )
     unused_T = None if masks[0] is None else ~masks[0].reshape(-1).bool()
     num_experts = block.config.num_moe_experts
     return TargetRoutes.of(targets, unused_T, num_experts, torch.device("cuda"))
 
 
 def _plan(block: Any, routes: TargetRoutes) -> dict[int, LayerSizes] | None:
-    """The dispatch plan of one forward pass, where the block's dispatchers ask for one.
+    """The dispatch plan of one forward pass, if the block's dispatchers ask for one.
 
-    It costs one wait for the device a microbatch, since the targets are there already.
+    The plan costs one wait for the device a microbatch: the targets are on the device already.
     """
     config = block.config
     asks = config.moe_token_dispatcher_type in PLANNED_DISPATCHERS
@@ -318,7 +323,7 @@ def _plan(block: Any, routes: TargetRoutes) -> dict[int, LayerSizes] | None:
 
 
 def install() -> None:
-    """Bind the routers that are made from now on. The import does it; a second call does nothing.
+    """Give upstream's interface to all routers made from now on; importing this module calls it.
 
     Raises:
         ReplayError: the Megatron-LM that is imported is not patched.
@@ -343,7 +348,7 @@ def install() -> None:
 
 
 def join_list(instances: list[Any]) -> None:
-    """Have routers that are made from now on join this list too: a framework's own."""
+    """Have routers that are made from now on join this list of a framework too."""
     if not any(instances is some for some in _more_lists):
         _more_lists.append(instances)
 
@@ -390,14 +395,14 @@ def _choose_ours(config: Any) -> None:
 
 
 def _bind(hook: Any, router: Any) -> None:
-    """Give the hook that the patch has made upstream's interface, and its place in the lists."""
+    """Add upstream's interface to the hook that the patch made, and put the hook into the lists."""
     layer_number, has_routes = hook.layer_number, hook.has_routes
-    # The hook's class belongs to the room of the seams, above this one, so that it cannot be a base
-    # class here. The class of this object is put together from it: targets as they are kept here,
-    # answers as the seam gives them, and for the rest upstream's class of whichever release.
+    # The hook's class is in megatron_r3/seams, which this folder must not import. So the new class
+    # is made from the object's own: `BoundTargets` comes first, then the class of the seam, then
+    # upstream's class of the installed release.
     seams_class: Any = type(hook)
     hook.__class__ = _bound_class(seams_class, _upstream())
-    _upstream().__init__(hook)  # its fields; it joins upstream's list
+    _upstream().__init__(hook)  # sets upstream's fields; the hook joins upstream's list
     hook.layer_number, hook.target_replay_mask = layer_number, None
     hook._router = weakref.ref(router)
     for instances in _more_lists:

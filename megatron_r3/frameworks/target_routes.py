@@ -1,9 +1,9 @@
-"""From the targets of one block's routers to the routes of a microbatch.
+"""Turn the targets of one block's routers into the routes of a microbatch.
 
-Code for RouterReplay gives each router a tensor of expert ids and says nothing about its rows. A
-row whose ids no router can take (an id twice, below 0, or beyond the last expert) has no recorded
-route: engines return such rows for cached prefixes, and callers pad with zeros or -1. Such a row
-chooses live, in the layers in which it is bad, once, and a recompute repeats the choice.
+Code for RouterReplay gives each router a tensor of expert ids, and does not say which rows of it
+are valid. A row whose ids no router can take (an id twice, below 0, or beyond the last expert) has
+no recorded route: engines return such rows for cached prefixes, and callers pad with zeros or -1.
+Such a row chooses live in the layers in which it is bad, and a recompute repeats that choice.
 
 Nothing here waits for the device, except for the one copy to the host that a dispatch plan needs.
 
@@ -49,7 +49,7 @@ class TargetRoutes:
         num_experts: int,
         device: torch.device,
     ) -> TargetRoutes:
-        """Stack the targets, find the bad rows, and bring all of it to `device` in one copy.
+        """Stack the targets, find the bad rows, and copy all layers to `device` at once.
 
         Args:
             targets: for each layer number the expert ids `[T, K]`, of any integer dtype.
@@ -74,7 +74,7 @@ class TargetRoutes:
             ids_LTK = torch.where(unused_T[:, None], spread_TK, ids_LTK)
             bad_LT &= ~unused_T
             unused_T = unused_T.to(device, non_blocking=True)
-        # that no row is bad costs nothing to know on the host; on a device it would be a wait
+        # on the host it costs nothing to learn that no row is bad; on a device it would be a wait
         has_bad = bad_LT.device.type != "cpu" or bool(bad_LT.any())
         return cls(
             layers,
@@ -112,9 +112,9 @@ class TargetRoutes:
         return counted_LT.sum(1)
 
     def on_host(self) -> HostTargets:
-        """The same on the host, in one copy; it waits for the device."""
+        """The same on the host, in one copy, which waits for the device."""
         ids_LTK = self.ids_LTK
-        if self.bad_LT is not None:  # travels in the ids: a second copy would be a second wait
+        if self.bad_LT is not None:  # sent as ids of -1: a second copy would be a second wait
             ids_LTK = torch.where(self.bad_LT[..., None], -1, ids_LTK)
         on_host_LTK = ids_LTK.cpu().numpy()
         return HostTargets(np.maximum(on_host_LTK, 0), on_host_LTK[..., 0] < 0)
@@ -148,7 +148,7 @@ def _stacked(targets: Sequence[Tensor], layers: list[int]) -> Tensor:
             )
     if len({target.shape for target in targets}) > 1:
         shapes = {layer: list(t.shape) for layer, t in zip(layers, targets, strict=True)}
-        raise ReplayError(f"the targets of one forward pass have other shapes: {shapes}")
+        raise ReplayError(f"the targets of one forward pass have different shapes: {shapes}")
     # torch sorts no unsigned dtype but uint8
     unsigned = (torch.uint16, torch.uint32, torch.uint64)
     return torch.stack([t.long() if t.dtype in unsigned else t for t in targets])

@@ -1,16 +1,16 @@
-"""verl on megatron_r3: its engine and its replay stay as they are, and its routers are bound ones.
+"""verl on megatron_r3: verl's engine and replay code stay as they are, its routers replay by ours.
 
     VERL_USE_EXTERNAL_MODULES=megatron_r3.frameworks.verl
 
-verl imports this module while it is imported itself, in the driver too, where there may be no
-Megatron. So the import does one thing: it has verl's `apply_router_replay_patch` replaced when
-verl's module of that name is imported. verl's Megatron engine calls that function when it is made
-with `router_replay.mode` R2 or R3. Whatever is wrong is an error there, and nothing falls back to
+verl's own import imports this module, in the driver too, where there may be no Megatron. So the
+import does one thing: as soon as verl's router_replay_patch is imported, its function
+`apply_router_replay_patch` is replaced. verl's Megatron engine calls that function when the engine
+is made with `router_replay.mode` R2 or R3. Errors are raised in that call: nothing falls back to
 verl's own replay without a word.
 
-What verl's function would replace in Megatron stays Megatron's: `TopKRouter.routing` and
-`TopKRouter.__init__`, of which verl has copies, and the count of dispatched tokens, for which verl
-waits for the device once a layer. `megatron_r3.frameworks.router_replay` takes their place.
+verl's function would put copies of its own in the place of `TopKRouter.routing` and
+`TopKRouter.__init__`, and count dispatched tokens with a wait for the device in each layer. Here
+these stay Megatron's, and `megatron_r3.frameworks.router_replay` replays.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PATCH = "verl.utils.megatron.router_replay_patch"
 _UTILS = "verl.utils.megatron.router_replay_utils"
 _ENGINE = "verl.workers.engine.megatron.transformer_impl"
 
-# The parameters of the functions that this module, or the interface of the routers, leans on.
+# For each version of verl the parameters of the three functions that `check_version` looks at.
 _SET = "layers_topk_idx attention_mask tf_config vp_rank"
 _MERGE = "attention_mask input_ids mini_layer_topk_idx_list tf_config vp_rank"
 _KNOWN = {
@@ -50,21 +50,21 @@ _KNOWN = {
         "self topk_indices replay_mask",
     ),
 }
-# With these marks set, `apply_router_replay_patch` leaves Megatron's classes alone.
+# verl's `apply_router_replay_patch` leaves a class of Megatron alone if the class has such a mark.
 _MARKS = ("_router_replay_patched", "_preprocess_patched")
 _TURN_OFF = "to train with verl's own replay, unset VERL_USE_EXTERNAL_MODULES"
 
 
 def check_version(version: str, patch: Any, utils: Any) -> None:
-    """Refuse a verl whose functions nobody has read.
+    """Refuse a verl that is not one of the known releases, or that was changed.
 
     Args:
         version: `verl.__version__`.
-        patch: verl's module router_replay_patch; its function is the one that verl has there.
+        patch: verl's module router_replay_patch.
         utils: verl's module router_replay_utils.
 
     Raises:
-        ReplayError: it names the version, or the function that is another one.
+        ReplayError: naming the version, or the function that differs.
     """
     if version not in _KNOWN:
         raise ReplayError(
@@ -100,13 +100,13 @@ class LivingRouters(list[Any]):
     """
 
     def clear(self) -> None:
-        """Leave out the routers of models that nobody has any more."""
-        gc.collect()  # modules hold each other in circles
+        """Remove the routers whose models are gone, and no others."""
+        gc.collect()  # a model's modules refer to each other, so only this frees them
         self[:] = [hook for hook in self if hook.router is not None]
 
 
 def _replace(patch: Any) -> None:
-    """Have verl's module give ours in place of its `apply_router_replay_patch`."""
+    """Replace `apply_router_replay_patch` in verl's module."""
     theirs = patch.apply_router_replay_patch
 
     @functools.wraps(theirs)
@@ -129,16 +129,16 @@ def _replace(patch: Any) -> None:
                 _report_mismatch(importlib.import_module(_ENGINE), drop_in)
             if os.environ.get("RANK", "0") == "0":
                 print(f"router replay by megatron-r3, not by verl {version} itself", flush=True)
-        theirs()  # the rest of it: a TransformerConfig that takes `enable_routing_replay`
+        theirs()  # does the rest: has TransformerConfig accept `enable_routing_replay`
 
     patch.apply_router_replay_patch = apply_router_replay_patch
 
 
 def _look_up_by_engine(replay: Any, helper: Any) -> None:
-    """Have verl find the routers of the engine that asks, also where another one was made first.
+    """Have verl find the routers of the engine that asks, also if another engine was made first.
 
     `get_micro_batch_router_list` takes a slice of the whole list, which starts with the routers of
-    the engine that was made first. verl 0.9 asks the model in most places; 0.8 never does.
+    the first engine. verl 0.9 takes them from the model in most places, 0.8 always from the list.
     """
     theirs = helper.get_micro_batch_router_list
 
@@ -187,8 +187,8 @@ def _report_mismatch(engine: Any, drop_in: Any) -> None:
 def _over_all_ranks(counts: dict[int, tuple[int, int]]) -> float:
     """The share of (token, layer) pairs that differ, over all layers and all ranks of the engine.
 
-    A tensor-parallel group without sequence parallelism counts each token once a rank, above and
-    below the line.
+    Without sequence parallelism, each rank of a tensor-parallel group counts the same tokens; this
+    multiplies both sums, so the share stays right.
     """
     import torch
     from megatron.core import mpu
@@ -205,8 +205,8 @@ def _over_all_ranks(counts: dict[int, tuple[int, int]]) -> float:
 class _AfterImport(MetaPathFinder):
     """Calls `_replace` when verl's module has been imported, before anybody takes a name from it.
 
-    `from router_replay_patch import apply_router_replay_patch`, in verl's engine, copies the
-    function: it has to be ours by then.
+    verl's engine runs `from ... import apply_router_replay_patch`: by then the function must be
+    ours.
     """
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
@@ -228,7 +228,7 @@ class _AfterImport(MetaPathFinder):
 
 
 def install() -> None:
-    """Take the place of verl's replay from now on. The import does it; a second call does nothing.
+    """Replace verl's replay from now on; importing this module calls it.
 
     Raises:
         ReplayError: verl's engine was imported before.
