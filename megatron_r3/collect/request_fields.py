@@ -6,8 +6,8 @@ of 1.3 shows in no log-prob that vLLM sends. So `convert` and the embedded sampl
 that none of the three lists below names, and `collect` sends no other fields.
 
 The lists have all fields of vLLM 0.30.0 (/v1/completions, /v1/chat/completions and
-/inference/v1/generate) and of SGLang 0.5.23 (/generate and OpenAI's routes), which a test compares.
-Megatron's server adds one field, `return_tokenized_data`.
+/inference/v1/generate) and of SGLang 0.5.23 (/generate and /v1/...); a test goes through
+all of these. Megatron's server adds one field, `return_tokenized_data`.
 """
 
 from __future__ import annotations

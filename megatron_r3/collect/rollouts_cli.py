@@ -25,7 +25,7 @@ Row = tuple[str, str, dict[str, Any]]  # an option or argument: its name, help, 
 
 
 def add_rollouts(subparsers: Commands[argparse.ArgumentParser]) -> None:
-    """Register `rollouts` and its commands; each sets `run`, which takes the parsed arguments."""
+    """Register `rollouts` and its commands; each sets `run`, a function of the parsed arguments."""
     summary = "collect rollouts from an engine, inspect, verify, show and convert them"
     parser = subparsers.add_parser("rollouts", help=summary, description=summary)
     parser.set_defaults(group=parser)
@@ -35,7 +35,7 @@ def add_rollouts(subparsers: Commands[argparse.ArgumentParser]) -> None:
     add_command(commands, "verify", run_verify, *_VERIFY)
     add_show(commands)
     add_balance(commands, number)
-    summary = "make a store of recorded responses, or a parquet table of a store and back"
+    summary = "make a store from recorded responses, or a parquet table from a store and back"
     convert = commands.add_parser("convert", help=summary, description=summary)
     convert.set_defaults(group=convert)
     kinds = convert.add_subparsers(metavar="KIND")
@@ -76,7 +76,7 @@ def number(kind: type, least: float, most: float = float("inf")) -> Callable[[st
 
 
 def run_collect(args: argparse.Namespace) -> int:
-    """Collect, then print what the store has; 128 and the signal's number after a signal."""
+    """Collect, then print what the store has; returns 128 plus the number after a signal."""
     from megatron_r3.collect.signals import Interrupted, raising
     from megatron_r3.replay.words import one_line
 
@@ -130,10 +130,10 @@ def _collect(args: argparse.Namespace) -> int:
 def _engine_maker(args: argparse.Namespace) -> Callable[[Plan, int], Engine]:
     """A function that makes the engine named by --engine, from a plan and a concurrency.
 
-    What the engine lacks is refused here, before a prompt is read or a weight is digested.
+    A missing option or package is an error here, before prompts are read or weights digested.
 
     Raises:
-        ValueError: --url is missing or does not belong there, or a package is not installed.
+        ValueError: --url is missing, or given with transformers; or a package is not installed.
     """
     if args.engine == "transformers":
         if args.url is not None:
@@ -166,7 +166,7 @@ def run_inspect(args: argparse.Namespace) -> int:
     for option, value in vars(args).items():
         if option in ("fail_on_alarm", "model_before") and value and not args.model:
             raise ValueError(
-                f"--{option.replace('_', '-')} needs --model HF_DIR, which is what raises alarms"
+                f"--{option.replace('_', '-')} needs --model HF_DIR: without it there are no alarms"
             )
     stores = [inspect_store(directory) for directory in args.stores]
     warnings = [warning for store in stores for warning in store_warnings(store)]
@@ -204,9 +204,9 @@ def _compare_with_model(
         said = f"floor: {path}"
         try:
             if floor is None and keep_floor(path, store.info, agreement, report):
-                said += ", written now: later collections are compared with this one"
+                said += ", written now: later collections are compared with it"
             elif floor is None:
-                said = "no floor: what was measured is not kept, see the warnings"
+                said = "no floor written: it needs a collection with enough rows and no alarm"
         except FloorError as error:
             warnings.append(str(error))
             said = "no floor"
@@ -351,20 +351,20 @@ _INSPECT: tuple[Any, ...] = (
     ("--agreement", "how many rollouts --model runs, spread over the store (default: 8)",
      {"type": number(int, 1), "default": 8, "metavar": "N"}),
     ("--model-before",
-     "the weights before the last update: tells rows that an engine computed with those", _HF_DIR),
+     "the weights before the last update: finds rows that the engine computed with those", _HF_DIR),
     ("--fail-on-alarm", "exit with status 1 where --model raises an alarm",
      {"action": "store_true"}),
     ("--json", "print all numbers as JSON", {"action": "store_true"}),
 )  # fmt: skip
 _VERIFY: tuple[Any, ...] = (
-    "check every byte and id of stores; with --model, that its weights sampled them",
+    "check every byte and id of stores; with --model, also that this model sampled them",
     _STORES,
     ("--model",
      "transformers directory of the model that sampled, or a folder of published policies "
      "(v000000, v000001, ...): each rollout is checked with its own version", _HF_DIR),
 )  # fmt: skip
 _RESPONSES: tuple[Any, ...] = (
-    "make a store of recorded responses: JSON lines {request, response, reward?, group?}",
+    "make a store from recorded responses: JSON lines {request, response, reward?, group?}",
     ("file", "the recorded responses", _FILE),
     ("--out", "the new store", _MUST | _DIR),
     ("--engine", "the engine that sampled them",

@@ -1,7 +1,7 @@
 """A vLLM, SGLang or Megatron server as an engine: asked for samples, and watched for changes.
 
 Between two responses a server may be restarted, get new weights or serve another model. So each
-response is used only after the server has said once more that it is what it was at the start.
+response is used only after the server has named the version, model and weights of the start again.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Server:
     """The engine behind an address (`engine.Engine`).
 
     Args:
-        dialect: whose requests and responses it has: "vllm", "sglang" or "megatron".
+        dialect: whose requests and responses the server has: "vllm", "sglang" or "megatron".
         client: sends the requests.
-        shape: the model's routes; a response with others is refused.
+        shape: the model's layers and experts; a response with routes of another shape is refused.
         sampling: how to sample.
     """
 
@@ -51,12 +51,12 @@ class Server:
         model = self._watch.start.model if self.dialect == "vllm" else ""
         path, body = build_request(self.dialect, prompt, self.sampling, seed, model)
         most_bytes = answer_limit(self.shape, prompt, self.sampling)
-        # The response has no name here, so it is freed as soon as it is decoded: hundreds of
+        # No variable keeps the response, so it is freed as soon as it is decoded: hundreds of
         # responses may wait for `confirm` at a time.
         return self._read(await self._client.post(path, body, most_bytes), body, model, where)
 
     def _read(self, response: Any, body: dict[str, Any], model: str, where: str) -> Answer:
-        try:  # the decoder compares the response with the request, and with what a model can sample
+        try:  # the decoder compares the response with the request and with the model's shape
             samples = decode_increments(self.dialect, response, body, self.shape, where)
             if len(samples) != 1:
                 raise EngineError(
@@ -84,15 +84,15 @@ class Server:
 
 def _megatron_health(page: Any) -> Mapping[str, Any]:
     if page["service"] != "Megatron Inference Server":
-        raise LookupError("such service")
+        raise LookupError("such service")  # `Watch._read` makes "no such service" of it
     return {}
 
 
 _Read = Callable[[Any], Mapping[str, Any]]
-# What each engine is asked for: paths, of which the first that exists is taken, and how the page is
-# read. vLLM has /weight_info only where it takes new weights (VLLM_SERVER_DEV_MODE). SGLang's pages
-# were called /get_... first. Its /server_info has a weight_version too, which in 0.5.23 is the one
-# that the server was started with, for ever: new weights in place show in /model_info.
+# The pages of each engine: paths, of which the first that exists is read, and a function for that.
+# vLLM has /weight_info only if it takes new weights (VLLM_SERVER_DEV_MODE). Older SGLang calls its
+# pages /get_... . SGLang's /server_info has a weight_version too, but in 0.5.23 that never changes
+# after the start: new weights show in /model_info.
 _PAGES: dict[str, tuple[tuple[tuple[str, ...], _Read], ...]] = {
     "vllm": (
         (("/version",), lambda page: {"version": page["version"]}),
@@ -112,7 +112,7 @@ _PAGES: dict[str, tuple[tuple[tuple[str, ...], _Read], ...]] = {
             lambda page: {"policy": page.get("weight_version")},
         ),
     ),
-    # the second is a page of megatron_r3.loop.serve: upstream's own script does not say who it is
+    # /server_info is a page of megatron_r3.loop.serve; upstream's script has no such page
     "megatron": (
         (("/health",), _megatron_health),
         (
@@ -136,14 +136,14 @@ class Watch:
         self._pages: list[tuple[str, _Read]] = []  # the pages that the server has
         self._asking = asyncio.Lock()
         self._last_number = 0  # `confirm` numbers its calls from 1 on
-        self._served = 0  # the last call that the finished checks began after
-        self._failure: EngineError | None = None  # why the last check has no answer
+        self._served = 0  # calls up to this number came before the last check began
+        self._failure: EngineError | None = None  # why the last check got no answer
 
     async def begin(self) -> Identity:
         """Ask for every page that the engine may have; `confirm` asks for those that exist.
 
         Raises:
-            EngineError: there is no answer, or one that the engine does not give.
+            EngineError: there is no answer, or one that no engine of this kind gives.
         """
         names: dict[str, str] = {}
         for paths, read in _PAGES[self._engine]:
@@ -161,9 +161,9 @@ class Watch:
         return self.start
 
     async def confirm(self) -> None:
-        """Return if the server, asked after this call began, is what it was at the start.
+        """See `Engine.confirm`. One check of the server serves many calls.
 
-        One check serves all calls that came before the check began. Example: while a check is under
+        These are all calls that came before the check began. Example: while a check is under
         way for call 1, calls 2 to 30 come and wait for the lock. Call 2 gets the lock, sees that 30
         calls have come, and asks the server. Calls 3 to 30 then find that the check served them
         too. So 30 responses cost two checks.
@@ -176,8 +176,8 @@ class Watch:
         number = self._last_number
         async with self._asking:
             if self._served < number:
-                # Read before the server is asked: a call that comes during the check may be about a
-                # response that is younger than the server's answer.
+                # Taken before the server is asked: a call that comes during the check may confirm a
+                # response that is newer than the server's answer, and needs the next check.
                 serves, self._failure = self._last_number, None
                 try:
                     await self._compare()
@@ -185,7 +185,7 @@ class Watch:
                     self._failure = error
                 self._served = serves
             if self._failure is not None:
-                raise NoAnswer(f"nobody knows whether it is still the same server: {self._failure}")
+                raise NoAnswer(f"cannot tell whether the server is the same: {self._failure}")
 
     async def _compare(self) -> None:
         pages = [self._read(await self._client.get(path), path, read) for path, read in self._pages]
@@ -202,7 +202,7 @@ class Watch:
         """What a page says, by the names of `Identity`'s fields.
 
         Raises:
-            EngineError: the page is another one, or a value on it is no text.
+            EngineError: the page is not the engine's, or a value on the page is no text.
         """
         where = f"{self._client.url}{path}"
         try:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from megatron_r3.data.rollout import Rollout
     from megatron_r3.data.truth import Compared
 
-MOST_PLACES, MOST_TEXT = 20, 10_000  # (token, layer) places and characters of a line
+MOST_PLACES, MOST_TEXT = 20, 10_000  # what a line shows: tokens or (token, layer); characters
 
 
 def add_show(commands: Any) -> None:
@@ -29,8 +29,8 @@ def add_show(commands: Any) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--model", type=Path, metavar="HF_DIR",
-        help="read the text with its tokenizer; if it has weights, transformers runs the rollouts, "
-        "and the routes that differ from its own are shown",
+        help="show the text, by this model's tokenizer; if the folder has weights, transformers "
+        "runs the rollouts, and the routes that differ from its own are shown",
     )  # fmt: skip
     parser.set_defaults(run=run_show)
 
@@ -59,7 +59,7 @@ def run_show(args: argparse.Namespace) -> int:
             print(f"  {title + ':':16}{text}")
         if name in compared:
             differing = _differing(compared[name], store.info.moe_layers)
-            print(f"  {'not as model:':16}{differing}")
+            print(f"  {'unlike --model:':16}{differing}")
     return 0
 
 
@@ -78,7 +78,7 @@ def _number(store: Any, text: str) -> int:
 
 
 def _tokenizer(model: Path) -> Any:
-    """The tokenizer of a folder; None if it has none, or transformers is not installed."""
+    """The tokenizer of a folder; None if there is none that loads, or no transformers."""
     if not any(model.glob("tokenizer*")):  # transformers would make up an empty one
         return None
     try:
@@ -90,7 +90,7 @@ def _tokenizer(model: Path) -> Any:
 
 
 def _lines(rollout: Rollout, tokenizer: Any) -> Iterator[tuple[str, str]]:
-    """Title and text of each line about what the store has of a rollout."""
+    """Title and text of each line that shows a rollout."""
     import numpy as np
 
     spans = "" if rollout.versions_C2 is None else f", then {rollout.versions_C2[1:, 1].tolist()}"
@@ -105,9 +105,9 @@ def _lines(rollout: Rollout, tokenizer: Any) -> Iterator[tuple[str, str]]:
         yield from _part("response", rollout.tokens_N[first:last], tokenizer)
         end = last
     if end < len(rollout.tokens_N):
-        yield from _part("after it", rollout.tokens_N[end:], tokenizer)
+        yield from _part("after response", rollout.tokens_N[end:], tokenizer)
     missing = np.flatnonzero(~rollout.routes.recorded_T).tolist()
-    which = f"; none of tokens {_few(missing)}" if missing else ""
+    which = f"; not for tokens {_few(missing)}" if missing else ""
     rows = rollout.routes.num_rows
     yield "routes", f"recorded for {rows - len(missing)} of {rows} tokens{which}"
 
@@ -129,12 +129,12 @@ def _differing(one: Compared, moe_layers: tuple[int, ...]) -> str:
     differs_LT = (stored_LTK != live_LTK).any(-1) & routes.recorded_T
     places = [f"{token}/{moe_layers[layer]}" for token, layer in np.argwhere(differs_LT.T).tolist()]
     pairs = int(routes.recorded_T.sum()) * len(moe_layers)
-    return f"routes of {len(places)} of {pairs} token/layer" + (
-        f": {_few(places)}" if places else ""
+    return f"{len(places)} of {pairs} routes" + (
+        f", at token/layer {_few(places)}" if places else ""
     )
 
 
 def _few(places: list[Any]) -> str:
-    """The first places, separated by spaces."""
+    """The first `MOST_PLACES` places, separated by spaces, and how many more there are."""
     more = f" and {len(places) - MOST_PLACES} more" if len(places) > MOST_PLACES else ""
     return " ".join(map(str, places[:MOST_PLACES])) + more

@@ -2,7 +2,7 @@
 
 SIGINT, SIGTERM and SIGHUP raise `Interrupted` wherever the command is, as a Ctrl-C does. While
 samples are on their way, an exception in the middle of a task could lose a group that is whole. So
-inside a `Stop` a signal only sets an event, and the code that waits for samples looks at the event.
+inside `noting` a signal only sets an event, and the code that waits for samples looks at the event.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # The command `timeout` signals a process and then its process group, so the same signal comes twice
-# within a moment. What comes within this time of the first signal is not a second wish to stop.
+# within a moment. A signal within this time of the first one is not a second request to stop.
 _ONE_SIGNAL_S = 0.5
 _CANCEL_AGAIN_S = 0.2
 
@@ -29,9 +29,9 @@ T = TypeVar("T")
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal came, and the groups that were whole are stored.
+    """A signal came; `collect` stores the whole groups before it raises this.
 
-    It is a KeyboardInterrupt because an `except Exception` must not hold it up.
+    A KeyboardInterrupt, so that no `except Exception` catches it.
 
     Attributes:
         number: of the signal.
@@ -62,9 +62,9 @@ def noting() -> Iterator[Stop]:
     """Have the first signal inside the block noted (`Stop`), and the second one end the process."""
     stop, loop = Stop(), asyncio.get_running_loop()
 
-    # `loop.add_signal_handler` is of no use here: its handlers run between two callbacks of the
-    # loop. While a shard is written, which is one long callback, both the first and the second
-    # signal would wait. `signal.signal` runs between two bytecodes.
+    # Handlers of `loop.add_signal_handler` run between two callbacks of the loop. The write of a
+    # shard is one long callback, so even a second signal would wait for its end. Handlers of
+    # `signal.signal` run between two bytecodes.
     def note(number: int, frame: FrameType | None) -> None:
         stop.number = number
         _end_at_the_next_signal()
@@ -74,7 +74,7 @@ def noting() -> Iterator[Stop]:
     try:
         yield stop
     finally:
-        if stop.number is None:  # else they stay as they are: the next signal ends the process
+        if stop.number is None:  # after a signal the handlers stay: the next one ends the process
             give_back(before)
 
 
@@ -117,7 +117,7 @@ async def end_tasks(tasks: Collection[asyncio.Future[Any]]) -> None:
         for task in pending:
             task.cancel()
         _, pending = await asyncio.wait(pending, timeout=_CANCEL_AGAIN_S)
-    for task in tasks:  # asyncio prints a complaint about exceptions that nobody has looked at
+    for task in tasks:  # asyncio prints an error about each exception that was never retrieved
         _ = task.cancelled() or task.exception()
 
 
@@ -138,9 +138,9 @@ def _end_at_the_next_signal() -> None:
 def take_signals(
     handler: Callable[[int, FrameType | None], None], numbers: Sequence[int] = _NUMBERS
 ) -> dict[int, Any]:
-    """Have the handler take the signals, but those that are ignored; returns the handlers before.
+    """Have the handler take the signals that are not ignored; returns the handlers before.
 
-    What is started with `nohup` begins with SIGHUP ignored, and must outlive its terminal.
+    `nohup` starts a command with SIGHUP ignored: that command must outlive its terminal.
     """
     heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
     return {number: signal.signal(number, handler) for number in heard}
@@ -153,10 +153,10 @@ def give_back(before: dict[int, Any]) -> None:
 
 
 class BackgroundThread:
-    """Calls functions one after the other in one thread, so they need not be safe in several.
+    """Calls functions one after the other in one thread, so they need not be thread-safe.
 
-    The thread is a daemon: a function that never returns does not keep the process alive, as it
-    would in a `ThreadPoolExecutor`, whose threads Python joins at exit.
+    The thread is a daemon, so a function that never returns does not keep the process alive. In a
+    `ThreadPoolExecutor` it would: Python joins those threads at exit.
     """
 
     def __init__(self, name: str) -> None:
@@ -172,10 +172,10 @@ class BackgroundThread:
         return await asyncio.wrap_future(future)
 
     def close(self, wait_s: float = 0.0) -> None:
-        """End the thread after the call that it is at; drop the calls that wait.
+        """End the thread after its current call; drop the calls that wait.
 
         Args:
-            wait_s: how many seconds to wait for the call that the thread is at.
+            wait_s: how many seconds to wait for the current call.
         """
         with suppress(queue.Empty):
             while True:

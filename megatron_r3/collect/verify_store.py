@@ -18,19 +18,19 @@ from megatron_r3.data.store.verify_shard import check_tokens
 from megatron_r3.replay.words import one_line
 from megatron_r3.train.publish_options import published, version_name
 
-Policies = Model | Callable[[int], Model | None]  # one model, or that of a policy version
+Policies = Model | Callable[[int], Model | None]  # one model, or a function of a policy version
 
 
 @dataclass(frozen=True)
 class Checked:
-    """What was checked of a whole store, and what could not be, in words for the terminal."""
+    """What `rollouts verify` prints: what was checked, and warnings of what could not be."""
 
     text: str
     warnings: list[str]
 
 
 def read_policies(path: Path) -> Policies:
-    """A transformers directory, or a folder of published policies; a version is read when needed.
+    """Read a transformers directory, or a folder of published policies, each when first needed.
 
     Raises:
         ValueError: naming the file that cannot be used.
@@ -50,7 +50,7 @@ def verify_store(directory: Path, policies: Policies | None = None) -> Checked:
     """Read all of a store; with policies, compare MoE layers, weights and vocabulary too.
 
     Raises:
-        ValueError: naming the file, and the rollout, layer and token if one of them is wrong.
+        ValueError: naming the file, and the wrong rollout, layer or token.
     """
     store, versions = RolloutStore([directory], mixed_policies=True), Versions()
     for shard in store.shards:
@@ -72,9 +72,9 @@ def verify_store(directory: Path, policies: Policies | None = None) -> Checked:
 
 
 def _model_of(shard: Shard, policies: Policies) -> Model | None:
-    """The model that sampled a shard; None where there is none of the version, or no one version.
+    """The model that sampled a shard; None if its version has no folder, or it has several.
 
-    The stamp of a shard of several versions is that of one of them, and nobody says of which.
+    A shard of several versions has one stamp, and does not say which version the stamp is of.
     """
     if isinstance(policies, Model):
         return policies
@@ -89,7 +89,7 @@ def _versions(shard: Shard) -> tuple[int, int]:
 
 
 def _said(text: str, policies: Policies, pairs: list[tuple[Shard, Model | None]]) -> Checked:
-    """Which part of the store was compared with what."""
+    """Add what was compared with the policies to the text, and warn of what was not."""
     compared = [(shard.info, model) for shard, model in pairs if model is not None]
     warnings = []
     if compared:
@@ -103,14 +103,16 @@ def _said(text: str, policies: Policies, pairs: list[tuple[Shard, Model | None]]
         each = f"the {parts} of {number} policy version(s), each with its own rollouts"
         text += f", {name}'s {parts}" if isinstance(policies, Model) else f", {each}"
         if not routers:
-            warnings.append("router weights not compared: no fingerprint")
+            warnings.append(
+                "router weights not compared: the store or the model has no fingerprint of them"
+            )
     if len(compared) < len(pairs):
         without = [_versions(shard) for shard, model in pairs if model is None]
         gone = sorted({version for version, newest in without if version == newest})
         several = sum(version != newest for version, newest in without)
         some = ", ".join(map(str, gone[:5])) + (", ..." if gone[5:] else "")
         reasons = [f"no folder of {len(gone)} policy version(s): {some}"] if gone else []
-        reasons += [f"{several} of several versions"] if several else []
+        reasons += [f"shards of several versions: {several}"] if several else []
         warnings.append(
             f"{len(without)} of {len(pairs)} shards not compared with a policy: "
             f"{'; '.join(reasons)}"

@@ -34,8 +34,8 @@ class Shelf:
         info: the header of the new shards. It may be replaced until the first shard is written.
         prompts: their order is the order of the groups in a shard.
         shard_size: a shard is written as soon as the whole groups have this many rollouts.
-        check: looks at the rollouts of a shard before it is written; what it raises keeps them out
-            of the store for good.
+        check: called with the rollouts of a shard before the shard is written. If it raises, the
+            rollouts are dropped.
         whole_groups: leave out a group of which a sample was given up.
 
     Attributes:
@@ -95,13 +95,13 @@ class Shelf:
 
         Raises:
             StoreError: the shard cannot be written.
-            ValueError: the check refuses the rollouts, which are gone then.
+            ValueError: the check refuses the rollouts, which are dropped.
         """
         if len(self._whole) < least:
             return
         self._whole.sort(key=lambda r: (self._order[r.group], r.sample))
         if self._check is not None:
-            # What is refused once must not be offered again when the collection ends.
+            # Refused rollouts must not come to the check again when the collection ends.
             whole, self._whole = self._whole, []
             self._check(whole, self.info)
             self._whole = whole
@@ -109,8 +109,8 @@ class Shelf:
             write_shard(self.out, self.info, self._whole)
         except StoreError as error:
             raise StoreError(
-                f"{error}: {len(self._whole)} rollouts are not stored; make room or repair "
-                "it, then run the same command again"
+                f"{error}: {len(self._whole)} rollouts are not stored; make room or repair the "
+                "disk, then run the same command again"
             ) from error
         self.stored += len(self._whole)
         self._whole = []
@@ -118,7 +118,7 @@ class Shelf:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Name `path` in the error of a full disk or of a folder that may not be written.
+    """Turn an OSError of the block (full disk, no permission) into an error that names `path`.
 
     Raises:
         StoreError: in place of the OSError.
@@ -154,7 +154,7 @@ def new_store(directory: Path) -> Iterator[Path]:
             folder.chmod(0o755)  # mkdtemp made it readable for its owner alone
             os.rename(folder, directory)  # replaces an empty folder, and fails on any other
     except StoreError as error:
-        # The user knows nothing of the temporary folder: the message names what he asked for.
+        # The user knows nothing of the temporary folder, so the message names `directory`.
         raise StoreError(str(error).replace(str(folder), str(directory))) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -317,7 +317,7 @@ def test_a_full_disk_is_one_line_and_loses_no_shard(folder):
         assert done.returncode == 1
         assert done.stderr.splitlines()[1:] == [
             "error: store: no shard can be written (File too large): 8 rollouts are not stored; "
-            "make room or repair it, then run the same command again"
+            "make room or repair the disk, then run the same command again"
         ]
         assert len(RolloutStore([folder / "store"])) == 8
         assert leftovers(folder / "store") == []

@@ -186,7 +186,7 @@ def test_a_server_that_does_not_confirm_gives_no_rollouts(folder, capsys):
         server.behave = behave
         assert main(command(server.url, 1)) == 1
     error = capsys.readouterr().err
-    assert "nobody knows whether it is still the same server: http://127.0.0.1:" in error
+    assert "cannot tell whether the server is the same: http://127.0.0.1:" in error
     assert not (folder / "store").exists()
 
 

@@ -64,11 +64,11 @@ def test_turns_versions_and_missing_routes(store, capsys):
     tokens = ROLLOUTS[2].tokens_N
     out = shown(capsys, store, 2)
     assert "policy version: 7, then [9]\n" in out
-    parts = {"prompt": (0, 2), "between": (4, 6), "after it": (8, 12)}
+    parts = {"prompt": (0, 2), "between": (4, 6), "after response": (8, 12)}
     for name, (first, end) in parts.items():
         assert f"  {name + ':':16}{listed(tokens[first:end])}\n" in out
     assert out.count("  response: ") == 2
-    assert out.endswith("recorded for 9 of 11 tokens; none of tokens 4 6\n")
+    assert out.endswith("recorded for 9 of 11 tokens; not for tokens 4 6\n")
 
 
 def test_the_names_of_rollouts(store, capsys):
@@ -113,5 +113,5 @@ def test_routes_that_are_not_the_models_own(tmp_path, capsys):
     capsys.readouterr()
     right, wrong = shown(capsys, tmp_path / "s", 0, 1, "--model", tmp_path / "model").split("\n/")
     pairs = 4 * len(captured.moe_layers)
-    assert f"  not as model:   routes of 0 of {pairs} token/layer" in right
-    assert wrong.endswith(f"routes of 1 of {pairs} token/layer: 2/{captured.moe_layers[1]}\n")
+    assert right.endswith(f"  unlike --model: 0 of {pairs} routes")
+    assert wrong.endswith(f"1 of {pairs} routes, at token/layer 2/{captured.moe_layers[1]}\n")
