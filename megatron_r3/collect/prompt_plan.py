@@ -29,6 +29,10 @@ _NOBODY_SAYS = {
 }
 
 
+class BiasedSampling(ValueError):
+    """An engine's log-probs are of another distribution than the sampled one."""
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How to sample: the same for every request, except that each sample has its own seed.
@@ -80,7 +84,8 @@ def sampling_for(engine: str, sampling: Sampling, biased: bool = False) -> Sampl
             (`--biased-sampling`).
 
     Raises:
-        ValueError: the engine does not return what training on such rollouts needs.
+        BiasedSampling: the engine does not return what training on such rollouts needs.
+        ValueError: the engine does not take such requests.
     """
     if engine == "megatron":
         _refuse_for_megatron(sampling)
@@ -93,7 +98,7 @@ def sampling_for(engine: str, sampling: Sampling, biased: bool = False) -> Sampl
         # computed in this process, from the raw logits.
         return replace(sampling, logprobs_of="raw" if engine == "transformers" else None)
     if sampling.temperature == 0:
-        raise ValueError(
+        raise BiasedSampling(
             f"{given}: the likeliest token is taken, so every log-prob of the distribution that is "
             f"sampled is 0, and training could learn nothing"
         )
@@ -101,12 +106,12 @@ def sampling_for(engine: str, sampling: Sampling, biased: bool = False) -> Sampl
     if engine == "transformers":
         return processed
     if engine == "megatron":
-        raise ValueError(
+        raise BiasedSampling(
             f"{given}: Megatron's server returns no kept sets, and does not say which distribution "
             "its log-probs are of: leave these settings out"
         )
     if not sampling.top_k:  # vLLM and SGLang return a mask only if top-k bounds its size
-        raise ValueError(
+        raise BiasedSampling(
             f"{given}: the response does not say which distribution its log-probs are of: "
             f"{_NOBODY_SAYS[engine]}; "
             "with a top-k, e.g. 1000, the engine returns kept sets and log-probs over them"

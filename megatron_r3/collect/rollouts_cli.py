@@ -90,7 +90,13 @@ def run_collect(args: argparse.Namespace) -> int:
 
 def _collect(args: argparse.Namespace) -> int:
     from megatron_r3.collect.collect import collect
-    from megatron_r3.collect.prompt_plan import Plan, Sampling, read_model, sampling_for
+    from megatron_r3.collect.prompt_plan import (
+        BiasedSampling,
+        Plan,
+        Sampling,
+        read_model,
+        sampling_for,
+    )
     from megatron_r3.collect.prompts import read_prompts
     from megatron_r3.collect.reward import load_reward
     from megatron_r3.collect.writing import keep_freed_memory
@@ -100,7 +106,7 @@ def _collect(args: argparse.Namespace) -> int:
     sampling = Sampling(args.max_tokens, args.temperature, args.top_p, args.top_k, args.seed)
     try:
         sampling = sampling_for(args.engine, sampling, args.biased_sampling)
-    except ValueError as error:
+    except BiasedSampling as error:
         raise ValueError(f"{error}; to collect all the same, give --biased-sampling") from error
     prompts, reward, model = (
         read_prompts(args.prompts), load_reward(args.reward), read_model(args.model),

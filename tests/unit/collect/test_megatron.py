@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_r3.collect.engine import Identity, NoAnswer
-from megatron_r3.collect.prompt_plan import Sampling, sampling_for
+from megatron_r3.collect.prompt_plan import BiasedSampling, Sampling, sampling_for
 from megatron_r3.collect.prompts import Prompt
 from megatron_r3.collect.requests import build_request
 from megatron_r3.collect.server import Watch
@@ -49,8 +49,9 @@ def test_what_the_server_cannot_do_is_refused(sampling, message):
 
 
 def test_an_engine_never_gets_what_ends_it():
-    with pytest.raises(ValueError, match="stops if a request has both"):
+    with pytest.raises(ValueError, match="stops if a request has both") as caught:
         sampling_for("megatron", Sampling(8, top_k=50, top_p=0.9), biased=True)
+    assert not isinstance(caught.value, BiasedSampling)  # --biased-sampling would not help
 
 
 def test_sampling_that_the_loss_knows_and_biased_sampling():
