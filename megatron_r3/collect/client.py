@@ -176,7 +176,7 @@ async def _body(answer: httpx.Response, most_bytes: int) -> bytearray:
             f"the body has the encoding {one_line(encoding, 40)!r}, though the request asked for "
             "none: is there a proxy in between? Give the server's own address"
         )
-    most = f"this request's answer has at most {most_bytes}: does the server run --model?"
+    most = f"an answer to this request has at most {most_bytes}: is this the server of --model?"
     length = answer.headers.get("content-length", "")
     if length.isdigit() and int(length) > most_bytes:
         raise EngineError(f"the body has {length} bytes; {most}")

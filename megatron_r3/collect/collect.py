@@ -49,9 +49,10 @@ def collect(
         engine: samples the responses; it is closed at the end.
         plan: what to collect.
         concurrency: how many samples are under way at a time.
-        check: gets what the engine says of itself before anything is sampled, and raises ValueError
-            to refuse the engine. Give it if you have loaded the weights into the engine: then the
-            store may hold the same weights under another policy version. None refuses that.
+        check: called with what the engine says of itself before anything is sampled; raises
+            ValueError to refuse the engine. A caller that gives `check` has loaded the weights into
+            the engine, and the store may hold the same weights under another policy version. With
+            None that is an error.
 
     Raises:
         CollectError: rollouts are missing at the end, or many prompts in a row gave none.
@@ -129,7 +130,7 @@ async def _work_all(
     except Interrupted as error:
         interrupted = error
     finally:
-        # A cancel may get lost (`end_tasks`): that worker ends by `ending`, before its next sample.
+        # A worker may miss its cancel (see `end_tasks`): then `ending` keeps it from a next sample.
         team.ending = True
         await end_tasks(workers)
         sampler.close()

@@ -41,7 +41,7 @@ class Identity:
     Attributes:
         version: the version of the engine.
         model: the name under which the engine has its model.
-        policy: the version of the weights: the name that the engine got when they were loaded.
+        policy: the version of the weights, as the one who loaded them into the engine named it.
     """
 
     version: str = ""
@@ -103,7 +103,7 @@ class Engine(Protocol):
 
         Raises:
             EngineChanged: the identity differs.
-            NoAnswer: the engine does not give it.
+            NoAnswer: the engine does not tell its identity.
         """
 
     async def close(self) -> None:

@@ -194,8 +194,8 @@ def _layer(hidden: int | None, counts_E: np.ndarray, repeated: float) -> dict[st
 def _routes(store: RolloutStore) -> dict[str, Any]:
     """The share of missing rows, and how the recorded rows spread over the experts.
 
-    A row is repeated if it has the same experts as the row before it: in that layer for a number of
-    one layer, in every layer for the store's. The latter is rare, unless a buffer is stale.
+    `repeated_rows` is the share of rows with the same experts as the row before: for a layer in
+    that layer, for the store in all layers at once, which is rare unless a buffer is stale.
     """
     shape = len(store.info.moe_layers), store.info.num_experts
     counts_LE, repeated_L = np.zeros(shape, np.int64), np.zeros(shape[0], np.int64)

@@ -72,7 +72,7 @@ def to_parquet(directory: Path, path: Path) -> int:
 
 
 def _schema(store: RolloutStore) -> pa.Schema:
-    """The columns. Those that few stores need come last, if any rollout has a value there."""
+    """The columns; optional ones come last, and only if some rollout has a value for them."""
     names = (*KEY, "prompt_digest", "num_tokens", "prompt_length")
     columns: dict[str, pa.DataType] = {
         **dict.fromkeys(names, pa.int64()),

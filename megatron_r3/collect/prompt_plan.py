@@ -19,8 +19,8 @@ from megatron_r3.data.fingerprint import policy_stamp, router_fingerprint
 from megatron_r3.data.store import Rollout, SamplingSettings, StoreInfo
 from megatron_r3.data.untrusted import read_json
 
-# Why log-probs without kept sets are refused unless the sampling is plain: a response does not say
-# which distribution they are of.
+# Why a temperature or a top-p is refused without kept sets: a response does not say which
+# distribution its log-probs are of.
 _NOBODY_SAYS = {
     "vllm": "vLLM's are of temperature 1, or of the processed distribution if the server was "
     "started with --logprobs-mode processed_logprobs",
@@ -100,7 +100,7 @@ def sampling_for(engine: str, sampling: Sampling, biased: bool = False) -> Sampl
     if sampling.temperature == 0:
         raise BiasedSampling(
             f"{given}: the likeliest token is taken, so every log-prob of the distribution that is "
-            f"sampled is 0, and training could learn nothing"
+            "sampled is 0, and training could learn nothing"
         )
     processed = replace(sampling, logprobs_of="processed")
     if engine == "transformers":
@@ -113,8 +113,8 @@ def sampling_for(engine: str, sampling: Sampling, biased: bool = False) -> Sampl
     if not sampling.top_k:  # vLLM and SGLang return a mask only if top-k bounds its size
         raise BiasedSampling(
             f"{given}: the response does not say which distribution its log-probs are of: "
-            f"{_NOBODY_SAYS[engine]}; "
-            "with a top-k, e.g. 1000, the engine returns kept sets and log-probs over them"
+            f"{_NOBODY_SAYS[engine]}; with a top-k, e.g. 1000, the engine returns kept sets and "
+            "log-probs over them"
         )
     return processed
 

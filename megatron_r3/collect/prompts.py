@@ -1,4 +1,4 @@
-"""Prompts as JSON lines: what an engine is asked, and the group that a prompt is in the store."""
+"""Prompts as JSON lines: what an engine is asked, and the prompt's group in the store."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def number(kind: type, least: float, most: float = float("inf")) -> Callable[[st
 
 
 def run_collect(args: argparse.Namespace) -> int:
-    """Collect, then print what the store has; returns 128 plus the number after a signal."""
+    """Collect, then print what the store has; after signal N the exit status is 128 + N."""
     from megatron_r3.collect.signals import Interrupted, raising
     from megatron_r3.replay.words import one_line
 

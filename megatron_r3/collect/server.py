@@ -89,7 +89,7 @@ def _megatron_health(page: Any) -> Mapping[str, Any]:
 
 
 _Read = Callable[[Any], Mapping[str, Any]]
-# The pages of each engine: paths, of which the first that exists is read, and a function for that.
+# The pages of each engine: paths, of which the first that exists is taken, and what reads the page.
 # vLLM has /weight_info only if it takes new weights (VLLM_SERVER_DEV_MODE). Older SGLang calls its
 # pages /get_... . SGLang's /server_info has a weight_version too, but in 0.5.23 that never changes
 # after the start: new weights show in /model_info.

@@ -72,9 +72,9 @@ def verify_store(directory: Path, policies: Policies | None = None) -> Checked:
 
 
 def _model_of(shard: Shard, policies: Policies) -> Model | None:
-    """The model that sampled a shard; None if its version has no folder, or it has several.
+    """The model that sampled a shard; None if the shard's version has no folder.
 
-    A shard of several versions has one stamp, and does not say which version the stamp is of.
+    None too if the shard has several versions: it does not say which of them its stamp is of.
     """
     if isinstance(policies, Model):
         return policies

@@ -187,8 +187,8 @@ def _report_mismatch(engine: Any, drop_in: Any) -> None:
 def _over_all_ranks(counts: dict[int, tuple[int, int]]) -> float:
     """The share of (token, layer) pairs that differ, over all layers and all ranks of the engine.
 
-    Without sequence parallelism, each rank of a tensor-parallel group counts the same tokens; this
-    multiplies both sums, so the share stays right.
+    Without sequence parallelism, each rank of a tensor-parallel group counts the same tokens, in
+    both sums, so the share stays right.
     """
     import torch
     from megatron.core import mpu
