@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
-from types import TracebackType
 
 from megatron_r3.replay.words import one_line
 
@@ -46,12 +45,7 @@ class Progress:
         )
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Leave the bar on the screen as it is."""
         assert self._bar is not None
         self.show()
