@@ -31,8 +31,6 @@ except ImportError as missing:  # an optional dependency: training does not need
 
 KEY = ("policy_version", "group", "sample")  # these three name a rollout
 ROWS = 1024  # read at a time
-# the columns that a table must have, and the kind of each
-WANTED = {**dict.fromkeys(KEY, "name"), "reward": "reward"}
 
 
 def _is_number(kind: pa.DataType) -> bool:
@@ -46,11 +44,12 @@ def _is_ids(kind: pa.DataType) -> bool:
     return is_list and pa.types.is_integer(kind.value_type)
 
 
-# for each kind of column: its name in errors, and whether a type of pyarrow is of this kind
+# for each column that is read: what it must hold, in an error's words, and a check of its type
 _KINDS: dict[str, tuple[str, Callable[[pa.DataType], bool]]] = {
-    "name": ("whole numbers", pa.types.is_integer),
+    **dict.fromkeys(KEY, ("whole numbers", pa.types.is_integer)),
     "reward": ("numbers", _is_number),
     "tokens": ("lists of whole numbers", _is_ids),
+    "advantage": ("numbers", _is_number),
 }
 
 
@@ -200,7 +199,7 @@ def _columns(
 ) -> list[str]:
     """Check the columns; returns the names of those to read."""
     schema = file.schema_arrow
-    missing = [name for name in WANTED if name not in schema.names]
+    missing = [name for name in (*KEY, "reward") if name not in schema.names]
     if missing:
         raise StoreError(f"{path}: no column {', '.join(missing)}")
     if has_advantages and "advantage" not in schema.names:
@@ -208,12 +207,12 @@ def _columns(
             f"{path}: no column advantage: the store's advantages belong to the old rewards; add "
             "a column advantage with new ones, or with nulls"
         )
-    wanted = [*WANTED, *(name for name in ("tokens", "advantage") if name in schema.names)]
+    wanted = [name for name in _KINDS if name in schema.names]
     for name in wanted:
         if schema.names.count(name) > 1:
             raise StoreError(f"{path}: {schema.names.count(name)} columns {name}; one is expected")
         kind = schema.field(name).type
-        expected, fits = _KINDS[{"advantage": "reward", "tokens": "tokens", **WANTED}[name]]
+        expected, fits = _KINDS[name]
         if not fits(kind):
             raise StoreError(
                 f"{path}: column {name} has {one_line(str(kind), 80)}; expected {expected}"
