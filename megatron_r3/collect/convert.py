@@ -162,7 +162,7 @@ class _Reader:
         self.left_out: set[str] = set()
         self._model: Any = None  # the model that the request of `_first_line` names
         self._first_line = ""  # the line that `sampling` comes from; empty before that line
-        self._samples: Counter[int] = Counter()  # of each group, so far
+        self._samples: Counter[int] = Counter()  # how many each group has so far
         # for each group the digest of its prompt, its max_tokens, and the name of its first line
         self._prompt_of: dict[int, tuple[int, int | None, str]] = {}
         self._prompts = 0  # the number of the next group, if lines do not name theirs

@@ -17,9 +17,9 @@ from megatron_r3.data.store.expert_load import count_recorded
 from megatron_r3.data.values import wrong_logprob
 from megatron_r3.replay.words import one_line
 
-CHUNK_ROWS = 1 << 15  # read at a time
+CHUNK_ROWS = 1 << 15  # rows that are read at a time
 MOST_CELL = 400  # characters of a cell of the table
-MOST_VALUES = 8  # of a list in a cell
+MOST_VALUES = 8  # a cell shows a list of at most so many values
 # Keys with a table or a warning of their own, and `experts`, whose counts only --json prints.
 NOT_IN_TABLE = {
     "by_version", "experts", "impossible_logprobs", "layer", "layers", "policy_versions",

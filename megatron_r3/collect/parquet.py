@@ -30,7 +30,7 @@ except ImportError as missing:  # an optional dependency: training does not need
     raise ValueError("parquet needs pyarrow: pip install 'megatron-r3[parquet]'") from missing
 
 KEY = ("policy_version", "group", "sample")  # these three name a rollout
-ROWS = 1024  # read at a time
+ROWS = 1024  # rows that are read at a time
 
 
 def _is_number(kind: pa.DataType) -> bool:

@@ -160,7 +160,7 @@ def _prompt(line: bytes, number: int, where: str) -> Prompt:
 
 def _all_ids(content: Any) -> bool:
     return isinstance(content, list) and all(
-        # `isinstance` would take True for 1
+        # not `isinstance`, for which True is an int
         type(token) is int and 0 <= token <= MOST_TOKEN_ID
         for token in content
     )

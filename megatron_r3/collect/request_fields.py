@@ -48,7 +48,7 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "extra_args": ({},),
     "modalities": (["text"],),
     "use_audio_in_video": (False,),
-    "include_reasoning": (True,),  # else a reward sees less than the model wrote
+    "include_reasoning": (True,),  # False: the reward would see less than the model wrote
     "parallel_tool_calls": (True,),  # the same: False drops all calls but the first
 }
 

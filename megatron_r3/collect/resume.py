@@ -71,7 +71,7 @@ def only_writer(directory: Path) -> Iterator[None]:
         with suppress(OSError):
             (directory / LOCK).unlink()
         os.close(descriptor)
-        with suppress(OSError):  # of a directory that is not empty, which stays
+        with suppress(OSError):  # a directory that is not empty stays
             directory.rmdir()
 
 
@@ -190,8 +190,8 @@ def _check_prompts(
     groups = np.array([prompt.group for prompt in prompts], np.int64)
     digests = np.array([prompt.digest for prompt in prompts], np.int64)
     group_M, digest_M = store.column("group"), store.column("prompt_digest")
-    # The index of each rollout's prompt, by binary search in the sorted groups. A rollout whose
-    # group no prompt has gets some other prompt; `asked_M` leaves it out.
+    # The index of each rollout's prompt, by binary search in the sorted groups. If no prompt has
+    # the rollout's group, the index is that of some other prompt, and `asked_M` is False.
     # Example: groups [7, 3], so order [1, 0]; a rollout of group 7 has place 1, thus prompt 0.
     order = np.argsort(groups)
     place_M = np.searchsorted(groups[order], group_M).clip(max=len(prompts) - 1)

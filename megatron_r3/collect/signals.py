@@ -59,7 +59,7 @@ def raising() -> Iterator[None]:
 
 @contextmanager
 def noting() -> Iterator[Stop]:
-    """Have the first signal inside the block noted (`Stop`), and the second one end the process."""
+    """Have the first signal inside the block set `Stop.came`, and the second end the process."""
     stop, loop = Stop(), asyncio.get_running_loop()
 
     # Handlers of `loop.add_signal_handler` run between two callbacks of the loop. The write of a
@@ -83,7 +83,7 @@ class Stop:
 
     Attributes:
         number: of that signal; None before it came.
-        came: is set when it has come.
+        came: an event, set once the signal has come.
     """
 
     def __init__(self) -> None:
@@ -191,5 +191,5 @@ class BackgroundThread:
                     future.set_result(function(*arguments))
                 except BaseException as error:
                     future.set_exception(error)
-            # Else the last result would be held until the next call returns.
+            # Without this the last result would stay in memory until the next call returns.
             del future, function, arguments

@@ -201,7 +201,7 @@ _planners: WeakKeyDictionary[torch.nn.Module, Planner] = WeakKeyDictionary()
 
 
 def _hooks_of(block: torch.nn.Module) -> list[BoundTargets]:
-    """The hooks of a block's routers, by layer; the modules are walked once."""
+    """The hooks of a block's routers, without MTP's; a block's modules are walked only once."""
     if block not in _hooks:
         found = (getattr(module, "router_replay", None) for module in block.modules())
         _hooks[block] = [hook for hook in found if isinstance(hook, BoundTargets)]

@@ -177,7 +177,7 @@ def _report_mismatch(engine: Any, drop_in: Any) -> None:
             counts = drop_in.take_mismatch()
             drop_in.count_mismatch(False)
         fraction = _over_all_ranks(counts)
-        if output:  # the ranks of the last pipeline stage
+        if output:  # only ranks of the last pipeline stage have metrics
             output["metrics"][MISMATCH] = fraction
         return output
 

@@ -270,7 +270,7 @@ class TurnRoutes:
 
         Args:
             turns: those of the bin, by their index in the collection.
-            starts: where each of them begins; the loop puts an end behind them.
+            starts: where each turn begins in the bin, and at last where the last turn ends.
         """
         rows_BS = torch.full((1, bin_size), PADDING)
         for turn, start, end in zip(turns, starts, starts[1:], strict=False):
@@ -310,7 +310,7 @@ class TurnRoutes:
         return self.first_M[turns_T]
 
     def locate(self, row: int) -> tuple[int, int]:
-        """The turn of a row, and the token."""
+        """The turn of a row, and the place of the row's token in that turn."""
         turn = int(np.searchsorted(self.first_M, row, side="right")) - 1
         return turn, row - int(self.first_M[turn])
 
