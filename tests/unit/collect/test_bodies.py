@@ -122,18 +122,10 @@ def test_memory_of_32_hostile_bodies(folder, how):
 @pytest.mark.parametrize(
     ("page", "raw", "message"),
     [
-        (
-            "/version",
-            lambda: Raw(endless()),
-            "/version: the body has more than 4194304 bytes; an",
-        ),
+        ("/version", lambda: Raw(endless()), "/version: the body has more than 4194304 bytes; an "),
         ("/v1/models", lambda: Raw([b"[" * 9999]), "/v1/models: JSON with more than 64 brackets"),
         ("/version", lambda: Raw(["x"], {"Content-Length": str(10**10)}), "has 10000000000 bytes"),
-        (
-            "/version",
-            lambda: Raw([BOMB], {"Content-Encoding": "gzip"}),
-            "the encoding 'gzip', though",
-        ),
+        ("/version", lambda: Raw([BOMB], {"Content-Encoding": "gzip"}), "the encoding 'gzip', tho"),
         ("/version", lambda: Raw([BOMB], {"Content-Encoding": "br\x1b"}), "the encoding 'br"),
         ("/version", lambda: Raw([b"\xff"]), "/version: not JSON"),
         ("/version", lambda: {"version": "1" * 1_000_000}, "version must be a text of at most 200"),

@@ -85,7 +85,7 @@ def test_another_version_has_other_weights(tmp_path, info, version, pushed):
     stored = stored_samples(tmp_path / "s", info, version, prompts, pushed)
     assert len(stored.samples) == (5 if version == 7 else 0)
     message = (
-        "00000.*policy version 7 were sampled by the weights of --model, which are --policy-ver"
+        "shard-00000.*policy version 7 were sampled by the weights of --model, which are --pol"
     )
     with pytest.raises(StoreError, match=message):
         stored_samples(tmp_path / "s", STAMPED, 8, prompts)
