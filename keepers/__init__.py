@@ -1,1 +1,1 @@
-"""What the keepers of the patches use: not part of the package that is installed."""
+"""Tools for the maintainers of the patches; not part of the package that is installed."""

@@ -1,7 +1,7 @@
 """Start a new release line: the patches of another one, committed on a new upstream commit.
 
-The work is done in a checkout of its own by one git am, which stops where a patch does not fit. A
-person resolves that and continues with git am; the same bump command then exports the commits.
+One git am commits the patches in a checkout of its own, and stops where a patch does not fit. A
+person resolves that patch and continues git am; the same bump command then exports the commits.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Bumped:
     Attributes:
         names: the files of its patches.
         left_out: the patches of the old line whose subject the new line does not have.
-        again: whether the line was there already, made from the same commit, and nothing was done.
+        again: whether the line was there already, for the same commit, so nothing was written.
     """
 
     line: str
@@ -70,7 +70,11 @@ class Bumped:
 
 @dataclass(frozen=True)
 class Job:
-    """One bump: from the line `old` to `commit`, which messages call `tree`, as the new `line`."""
+    """One bump: the patches of the line `old` go to `commit`, and become the new `line`.
+
+    Attributes:
+        tree: what messages call the commit: its tag, or the first 12 digits of its id.
+    """
 
     old: Line
     commit: str
@@ -79,7 +83,7 @@ class Job:
 
     @property
     def note(self) -> str:
-        """What tells this bump's checkout from the checkout of another bump."""
+        """The text that marks this bump's checkout; another bump has another text."""
         return f"{self.old.name} {self.commit} {self.line}\n"
 
 
@@ -89,8 +93,8 @@ def bump_line(
     """Bring the series of the line `old` to the commit `new` of the clone `repo`, as a new `line`.
 
     `work` becomes a checkout of `new` with the patches as commits; `repo` is not changed. Once all
-    patches are committed there, the patches and the line's entry in versions.toml are written, or
-    neither.
+    patches are committed there, the patches and the line's entry in versions.toml are written:
+    both or neither.
 
     Raises:
         PatchingError: a patch does not fit, which has to be resolved in `work`; or something is in
@@ -114,8 +118,8 @@ def bump_line(
     exported = export_commits(work, job.commit, versions, job.line)
     if _differs(versions, job, exported, there):
         raise PatchingError(
-            f"{patches / job.line} is there and is not what {work} exports; it is not overwritten: "
-            + (f"make export MEGATRON={work} LINE={job.line}" if there else "move it away")
+            f"{patches / job.line} has other patches than {work}, and is not overwritten: "
+            + (f"make export MEGATRON={work} LINE={job.line}" if there else "move that folder away")
         )
     if not there:
         text = _with_line(patches, job)
@@ -125,15 +129,18 @@ def bump_line(
 
 def _job(old: Line, new: str, repo: Path, line: str) -> Job:
     commit = resolve(repo, new)
-    tree = commit[:12]  # of HEAD or a branch, which move, so that their names are no names
+    tree = commit[:12]  # HEAD and branches move, so only a tag names the commit
     with suppress(PatchingError):
         tree = new if resolve(repo, f"refs/tags/{new}") == commit else tree
     tag = re.fullmatch(r"core_v(\d+\.\d+\.\d+)", new)
     if not line and not tag:
-        raise PatchingError(f"the name of the new line does not follow from {new}: give --name")
+        raise PatchingError(
+            f"{new} is no tag core_vX.Y.Z that would name the new line: give --name "
+            "(make bump: LINE=NAME)"
+        )
     line = line or (f"core_r{tag[1]}" if tag else "")
     if not re.fullmatch(r"\w[\w.-]*", line, re.ASCII):
-        raise PatchingError(f"{line!r} is no name for a release line: letters, digits and . _ -")
+        raise PatchingError(f"{line!r} is no name for a release line: use letters, digits, . _ -")
     return Job(old, commit, tree, line)
 
 
@@ -141,18 +148,17 @@ def _already_there(versions: Versions, job: Job) -> bool:
     lines = [line for line in versions.lines if line.name == job.line]
     if lines and job.commit not in [tree.commit for tree in lines[0].trees]:
         raise PatchingError(
-            f"the line {job.line} is there already, for another commit than {job.tree}; "
-            "choose another --name"
+            f"the line {job.line} is there already, for another commit than {job.tree}: "
+            "choose another --name (make bump: LINE=NAME)"
         )
     return bool(lines)
 
 
 def _differs(versions: Versions, job: Job, exported: dict[str, bytes], there: bool) -> bool:
-    """Whether patches of somebody else are in the way.
+    """Whether the folder of the line has other patches than those that are exported now.
 
-    Patches of a bump that was killed are not in the way: each has the bytes that are exported now,
-    and the line has no entry in versions.toml yet. A line with an entry must have all of its
-    patches.
+    A bump that was killed may have left some of these patches and no entry in versions.toml: the
+    same bump then writes the rest. A line with an entry (`there`) must have all of its patches.
     """
     files = list((versions.folder / job.line).glob("*.patch"))
     known = all(exported.get(file.name) == file.read_bytes() for file in files)
@@ -193,20 +199,20 @@ def _bumped(versions: Versions, job: Job, *, again: bool) -> Bumped:
 
 
 def open_workplace(work: Path, repo: Path, job: Job) -> None:
-    """Make `work` a checkout of `repo` at the job's commit, unless it is this job's already.
+    """Make `work` a checkout of `repo` at the job's commit, unless it is this job's checkout.
 
-    The checkout shares the objects of `repo`, which itself is not changed. A checkout that cannot
-    be made whole is not made at all.
+    The checkout shares the objects of `repo`, which itself is not changed. If a step
+    fails, no checkout is left.
 
     Raises:
-        PatchingError: `work` is something else.
+        PatchingError: `work` is there, and is not this job's checkout.
     """
     if work.exists() and (not work.is_dir() or any(work.iterdir())):
         note = work / ".git" / _NOTE
         if not note.is_file() or note.read_text() != job.note:
             raise PatchingError(
-                f"{work} is something else than the checkout of this bump: choose another --work, "
-                "or remove it"
+                f"{work} is there, and is not the checkout of this bump: remove it, or choose "
+                "another --work"
             )
         return
     with new_folder(work) as folder:
@@ -220,7 +226,7 @@ def open_workplace(work: Path, repo: Path, job: Job) -> None:
 
 
 def explain_stop(work: Path, job: Job, series: Series, repo: Path) -> str:
-    """What a keeper reads about the patch that git am waits for in `work`.
+    """The message about the patch at which git am stopped in `work`.
 
     If the files of `work` are as committed, nobody has begun to resolve the patch. Then its hunks
     that fit are put into the files, and the other hunks beside them, as git apply --reject does.
@@ -234,9 +240,9 @@ def explain_stop(work: Path, job: Job, series: Series, repo: Path) -> str:
         following = _next_command(work, job, patch)
     else:
         path = patch.changes[0].path
-        reason = {path: f"{path}: it fits, but git am was interrupted"}
+        reason = {path: f"{path}: the patch fits, but git am was interrupted"}
         failed = PatchFailed(number, patch, reason)
-        following = f"cd {shlex.quote(str(work))}; git am, which goes on; then the same bump again"
+        following = f"cd {shlex.quote(str(work))}; git am, to continue it; then the same bump again"
     commits = f"upstream commits: {_commits(repo, job, failed.path)}"
     return failed.explain(len(series.patches), commits, f"next: {following}")
 
@@ -261,11 +267,11 @@ def _commits(repo: Path, job: Job, path: str) -> str:
                 before = upstream_commits(repo, (job.tree, job.commit), path, tree.commit)
                 return f"{since}, which has {before}"
             return since
-    return f"unknown: {repo} does not hold the base of {job.old.name}"
+    return f"unknown: {repo} lacks the base commit of {job.old.name}"
 
 
 def upstream_commits(repo: Path, base: tuple[str, str], path: str, head: str, most: int = 3) -> str:
-    """The newest commits of `repo` that touched `path` since `base`: a name and a commit."""
+    """The newest commits up to `head` that touched `path` since `base`, a (name, commit) pair."""
     name, commit = base
     command = ("log", "--oneline", "--no-decorate", "--no-color", f"{commit}..{head}", "--", path)
     commits = git(repo, *command).splitlines()
@@ -298,6 +304,6 @@ def _next_command(work: Path, job: Job, patch: Patch) -> str:
     rejects = [path for path in paths if (work / path).exists()]
     left = f" (hunks that failed: {', '.join(rejects)})" if rejects else ""
     return (
-        f"cd {shlex.quote(str(work))}; resolve{left}, git add -u, git am --continue; or git "
-        f"checkout -f, git am --skip if {job.tree} needs it no longer; then the same bump again"
+        f"cd {shlex.quote(str(work))}; resolve{left}, git add -u, git am --continue; or, if "
+        f"{job.tree} needs no such patch, git checkout -f, git am --skip; then the same bump again"
     )

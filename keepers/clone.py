@@ -1,6 +1,6 @@
-"""What is read of a keeper's clone of Megatron-LM, with git, which obeys the clone's own settings.
+"""Reads a maintainer's clone of Megatron-LM through git, which obeys the clone's own settings.
 
-What is made of it lies elsewhere: in a repository of ours, which only reads the clone's objects.
+Commits and files are made elsewhere: in repositories of ours, which only read the clone's objects.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def check_clone(repo: Path) -> None:
     """Refuse what is neither the top of a work tree nor a bare repository.
 
     Raises:
-        PatchingError: it is neither, or git does not trust it; the message is git's.
+        PatchingError: `repo` is neither, or git does not trust it; the message says which.
     """
     if not repo.is_dir():
         raise PatchingError(f"{repo} is no git repository: there is no such folder")
@@ -63,13 +63,13 @@ def has_commit(repo: Path, commit: str) -> bool:
 
 
 def borrow(repo: Path, folder: Path) -> Path:
-    """Make a repository of ours in `folder` that can read the objects of `repo`; return it.
+    """Make a repository in `folder` that can read the objects of `repo`; return `folder`.
 
     Nothing else of `repo`, such as settings, attributes, notes or hooks, has an effect there.
     """
     check_clone(repo)
     git_dir = new_repository(folder) / ".git"
-    # The file has one path a line, in C quotes: a newline becomes \012.
+    # The file `alternates` has a path in each line, in C quotes: a newline becomes \012.
     objects = os.fsencode(git_path(repo, "objects"))
     quoted = re.sub(rb'["\\\x00-\x1f]', lambda c: b"\\%03o" % ord(c[0]), objects)
     (git_dir / "objects" / "info").mkdir(exist_ok=True)
@@ -80,10 +80,10 @@ def borrow(repo: Path, folder: Path) -> Path:
 
 
 def committed_files(repo: Path, commit: str, paths: Iterable[str]) -> dict[str, FileOnDisk]:
-    """These files as a commit has them.
+    """The files at `paths` as a commit has them; without data where it has no such file.
 
     Raises:
-        PatchingError: `repo` lacks one that its commit has, as a partial clone may.
+        PatchingError: `repo` lacks a file that the commit names, as a partial clone may.
     """
     files = dict.fromkeys(paths, FileOnDisk(None))
     # one entry: "100644 blob <id>\tmegatron/core/a.py"
@@ -101,10 +101,10 @@ def dirty_files(repo: Path) -> list[str]:
 
 
 def refuse_unfinished(repo: Path) -> None:
-    """Refuse what is no checkout, has uncommitted changes, or is in the middle of something.
+    """Refuse what is no checkout, has uncommitted changes, or is in the middle of a merge.
 
     Raises:
-        PatchingError: saying which.
+        PatchingError: the message says what is in the way.
     """
     if not repo.is_dir() or run_git(repo, "rev-parse", "HEAD", check=False).returncode:
         raise PatchingError(f"{repo} is no git checkout")

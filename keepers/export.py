@@ -22,7 +22,7 @@ from megatron_r3.patching.series import Patch, Series, read_patch, read_series
 from megatron_r3.patching.tree_files import read_file, replace_files
 from megatron_r3.patching.versions import KnownTree, Line, Versions, read_versions
 
-# Who commits what `am` applies: the user may have no name in git, and the name is in no patch.
+# The committer for `am`: the user may have set no name, and no patch contains the committer.
 _COMMITTER = {"GIT_COMMITTER_NAME": "megatron-r3", "GIT_COMMITTER_EMAIL": "megatron-r3@localhost"}
 # Every option that a configuration, or another version of git, could decide otherwise.
 # Two examples: diff.noprefix drops the "a/" and "b/", format.signature ends the mail with a text.
@@ -120,14 +120,16 @@ def export_commits(root: Path, base: str, versions: Versions, line: str) -> dict
             file.rename(folder / f"{number:04d}{file.name[4:]}")
         series = read_series(folder)
         if wrong := [rule for patch in series.patches for rule in broken_rules(patch)]:
-            raise PatchingError("not fit for a series, amend the commits:\n  " + "\n  ".join(wrong))
+            raise PatchingError(
+                "these commits are not fit for a series, amend them:\n  " + "\n  ".join(wrong)
+            )
         return {patch.file.name: patch.file.read_bytes() for patch in series.patches}
 
 
 def reexport(root: Path, base: str, series: Series, tree: KnownTree | None) -> dict[str, bytes]:
     """Commit a series on `base`, from the objects of `root`, in a temporary repository; export it.
 
-    Patches all of whose files `tree` is known to lack are left out.
+    A patch is left out if `tree` is known to lack all of its files.
 
     Raises:
         PatchingError: a patch does not apply.
@@ -147,11 +149,11 @@ def reexport(root: Path, base: str, series: Series, tree: KnownTree | None) -> d
 def write_series(
     patches: Path, line: str, new: Mapping[str, bytes], also: Mapping[str, bytes] | None = None
 ) -> None:
-    """Make the patches of `line` the `new` ones and no others, and write the files of `also`.
+    """Replace the patches of `line` by `new`, and write the files of `also`.
 
     Raises:
-        PatchingError: the files cannot be written. All are as they were, unless the message says
-            otherwise.
+        PatchingError: the files cannot be written. All files are as they were, unless the message
+            says otherwise.
     """
     gone = (file.name for file in (patches / line).glob("*.patch") if file.name not in new)
     wanted: dict[str, bytes | None] = {f"{line}/{name}": data for name, data in new.items()}
@@ -162,7 +164,7 @@ def write_series(
 
 
 def _own_numbers(folder: Path) -> dict[str, int]:
-    """The numbers that the line has now; a patch that cannot be read is about to be replaced."""
+    """The numbers of the line's patches by subject, without patches that cannot be read."""
     numbers = {}
     for file in folder.glob("[0-9][0-9][0-9][0-9]-*.patch"):
         with suppress(PatchingError):
@@ -225,8 +227,8 @@ def am(tree: Path, patches: Sequence[Path]) -> None:
 
 
 def am_stopped_at(root: Path) -> int:
-    """The place, from 1, of the patch that git am waits for in `root`; 0 if no git am waits."""
-    state = git_path(root, "rebase-apply")  # of git rebase too, without `applying`
+    """The place, from 1, of the patch at which git am stopped in `root`; 0 without a git am."""
+    state = git_path(root, "rebase-apply")  # git rebase uses it too, without `applying`
     return int((state / "next").read_text()) if (state / "applying").exists() else 0
 
 
@@ -264,7 +266,7 @@ def find_base(root: Path, versions: Versions, line: str = "", base: str = "") ->
 
 
 def commits_above(root: Path, base: str) -> list[str]:
-    """The commits of `root` after `base`, the first one first.
+    """The commits of `root` after `base`, oldest first.
 
     Raises:
         PatchingError: HEAD is not above `base`, or one of the commits is a merge.
@@ -276,7 +278,7 @@ def commits_above(root: Path, base: str) -> list[str]:
     if merges := [commit[:12] for commit, *parents in above if len(parents) > 1]:
         raise PatchingError(
             f"{root} has merge commits above {base[:12]}: {names(merges)}; a series is one line "
-            "of commits: git rebase"
+            "of commits: remove the merges by git rebase"
         )
     return [commit for commit, *_ in reversed(above)]
 

@@ -71,12 +71,12 @@ def run_verify(args: argparse.Namespace) -> int:
         trees = f"trees that failed: {names(failed)}" if failed else "no tree failed"
         raise PatchingError(f"{trees}; rules broken: {len(broken)}")
     if not any(check.verified for check in checks):
-        raise PatchingError(f"{args.repo} has the base of no known tree: nothing was checked")
+        raise PatchingError(f"{args.repo} has the base of no known tree, so nothing was checked")
     return 0
 
 
 def run_export(args: argparse.Namespace) -> int:
-    """Say which patches were written, or differ."""
+    """Print which patches were written; refuse if --check finds that one would change."""
     options = {"line": args.line, "base": args.base, "check": args.check}
     done = export_series(args.tree, patches_of(args), **options)
     differ = names(done.differ, most=99)
@@ -96,7 +96,7 @@ def run_bump(args: argparse.Namespace) -> int:
     made = "was there already" if done.again else f"is new, from {args.old}"
     print(f"{done.line} {made}: {len(done.names)} patches in {patches / done.line}")
     if done.left_out:
-        print(f"not in it: {names(done.left_out, most=99)}")
+        print(f"not on this line: {names(done.left_out, most=99)}")
     print(f"next: make verify REPO={args.repo} LINE={done.line}, then make matrix")
     return 0
 
@@ -105,7 +105,7 @@ def _result(check: TreeCheck) -> str:
     if check.error:
         return f"FAILED: {check.error}"
     if (done := check.verified) is None:
-        return "not checked, its base is not there"
+        return "not checked, the clone lacks its base"
     return (
         f"{done.num_patches} patches of {done.num_files} files, every byte there and back"
         f"{left_out_of(check.tree.name, check.tree.absent)}"

@@ -1,7 +1,7 @@
 """Check whole series against the commits they are made for, without a checkout.
 
 The files of a series are read from the commit, the patches are applied to them and taken back, last
-patch first. Every blob id must be the promised one, and at the end every byte is as it was.
+patch first. Every blob id must be the one in the patch, and at the end every byte is as it was.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Verified:
 
     Attributes:
         base: the commit that the series was applied to.
-        num_patches, num_files: how many were applied and touched.
+        num_patches, num_files: how many patches were applied, and how many files they touch.
     """
 
     base: str
@@ -54,8 +54,8 @@ def verify_tree(repo: Path, line: Line, tree: KnownTree) -> Verified | None:
     written to `repo`.
 
     Raises:
-        PatchingError: a patch does not fit, does not give the files that are promised, or cannot
-            be taken back; or `repo` is no git repository.
+        PatchingError: a patch does not fit, gives other files than its blob ids say, or cannot be
+            taken back; or `repo` is no git repository.
     """
     series = read_series(line.folder)
     if tree.commit and has_commit(repo, tree.commit):
@@ -69,7 +69,9 @@ def verify_tree(repo: Path, line: Line, tree: KnownTree) -> Verified | None:
         if base != tree.commit:  # HEAD is some other commit than the package's files
             return None
         wrong = names(status.unknown or status.patched)
-        raise PatchingError(f"the commit of {tree.name} has other files than the patches: {wrong}")
+        raise PatchingError(
+            f"the commit of {tree.name} has other files than those that the patches change: {wrong}"
+        )
     _there_and_back(status)
     _compare_modes(status, base)
     due = [{c.path for c in patch.changes} - {*tree.absent} for patch in series.patches]
@@ -77,14 +79,14 @@ def verify_tree(repo: Path, line: Line, tree: KnownTree) -> Verified | None:
 
 
 def _there_and_back(status: TreeStatus) -> None:
-    """Each way compares what it gives with the blob ids that are promised."""
+    """Apply the patches and take them back; both ways compare the files with the blob ids."""
     contents = patched_contents(status)
     applied = status.with_files({path: FileOnDisk(data) for path, data in contents.items()})
     patched_contents(applied, reverse=True)
 
 
 def _compare_modes(status: TreeStatus, base: str) -> None:
-    """A deleted file comes back with the mode that its patch names, so that must be its own."""
+    """Refuse a patch that names another mode than its file has: reverting would set that mode."""
     wanted = {c.path: c for patch in status.series.patches for c in patch.changes if c.pre}
     # one entry: "100755 blob <id>\tmegatron/core/a.sh"
     for entry in git(status.root, "ls-tree", "-z", base, "--", *wanted).split("\0")[:-1]:
@@ -92,7 +94,7 @@ def _compare_modes(status: TreeStatus, base: str) -> None:
         if (head.split()[0] == "100755") != wanted[path].executable:
             raise PatchingError(
                 f"{status.tree.name}: the patches name another mode of {path} than {head[:6]}: "
-                "reverting would not give it back"
+                "reverting would change the file's mode"
             )
 
 
@@ -115,7 +117,7 @@ def verify_repo(repo: Path, versions: Versions, line: str = "") -> list[TreeChec
 
 
 def check_rules(versions: Versions, line: str = "") -> list[str]:
-    """What breaks the rules for patches in every line, or in `line`; each in one text line.
+    """Each breach of the rules for patches, in all lines or in `line`, as one line of text.
 
     Raises:
         PatchingError: a series cannot be read.

@@ -119,7 +119,9 @@ def test_a_line_is_never_overwritten(upstream, tmp_path):
         bump(upstream, line=LINE)
     assert not (tmp_path / "work").exists()
     write(upstream.patches, f"{NEXT}/0001-Mine.patch", "mine\n")
-    with refused(upstream.patches, str(upstream.patches / NEXT), "not overwritten", "move it"):
+    with refused(
+        upstream.patches, str(upstream.patches / NEXT), "not overwritten", "move that folder away"
+    ):
         bump(upstream)
     (upstream.patches / NEXT / "0001-Mine.patch").unlink()
     bump(upstream)
@@ -148,10 +150,10 @@ def test_a_work_folder_that_is_something_else(upstream, tmp_path):
     release(upstream, {OTHER: ("2", "3")}, "core_v9.3.0")
     bump(upstream)
     for work in (upstream.package, upstream.checkout, tmp_path / "work", tmp_path / "work/.git"):
-        with refused(work, "something else", str(work)):
+        with refused(work, "is not the checkout of this bump", str(work)):
             bump(upstream, new="core_v9.3.0", work=work)
     (tmp_path / "file").write_text("mine\n")
-    with refused(tmp_path, "something else"):
+    with refused(tmp_path, "is not the checkout of this bump"):
         bump(upstream, new="core_v9.3.0", work=tmp_path / "file")
     (tmp_path / "empty").mkdir()
     bump(upstream, new="core_v9.3.0", work=tmp_path / "empty")
@@ -215,7 +217,7 @@ def test_the_command(upstream, tmp_path, capsys, monkeypatch):
     assert main(arguments) == 0
     first, left_out, following = capsys.readouterr().out.splitlines()
     assert first == f"{NEXT} is new, from {LINE}: 3 patches in {upstream.patches / NEXT}"
-    assert left_out == f"not in it: {upstream.series[1].name}"
+    assert left_out == f"not on this line: {upstream.series[1].name}"
     assert following == f"next: make verify REPO={repo} LINE={NEXT}, then make matrix"
     assert main(arguments) == 0
     assert capsys.readouterr().out.startswith(f"{NEXT} was there already: 3 patches")

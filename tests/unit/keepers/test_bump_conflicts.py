@@ -32,7 +32,7 @@ def test_a_conflict_gives_five_lines_and_a_checkout_to_work_in(upstream, tmp_pat
     assert lines[3].endswith(f"Change router.py since {TAG}")
     assert "Change other.py" not in lines[3]
     assert lines[4].startswith(f"  next: cd {work}; resolve (hunks that failed: {ROUTER}.rej), ")
-    assert "git am --continue; or git checkout -f, git am --skip" in lines[4]
+    assert "needs no such patch, git checkout -f, git am --skip" in lines[4]
     assert "bind(hook)" in (work / f"{ROUTER}.rej").read_text()
     assert "bind(forward)" in (work / SCHEDULE).read_text()  # the hunk that fits
     assert git("log", "--format=%s", f"{NEXT_TAG}..", cwd=work) == "Ask the hook\n"
@@ -116,8 +116,8 @@ def test_an_interrupted_am_goes_on(upstream, tmp_path):
     write(work, ROUTER, (work / ROUTER).read_text().replace("line thirty-one", "line 31"))
     commit(work, "Make it fit")
     lines = stop(upstream)
-    assert lines[1].endswith("it fits, but git am was interrupted")
-    assert lines[4] == f"  next: cd {work}; git am, which goes on; then the same bump again"
+    assert lines[1].endswith("the patch fits, but git am was interrupted")
+    assert lines[4] == f"  next: cd {work}; git am, to continue it; then the same bump again"
     assert git("status", "--porcelain", "--untracked-files=no", cwd=work) == ""
 
 

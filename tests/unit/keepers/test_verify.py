@@ -105,7 +105,9 @@ def test_a_commit_that_the_patches_are_not_for(upstream):
     write(upstream.checkout, ROUTER, (upstream.checkout / ROUTER).read_text() + "more\n")
     new = commit(upstream.checkout, "Change the router")  # the patches would fit
     edit(upstream.patches / "versions.toml", base.encode(), new.encode())
-    with pytest.raises(PatchingError, match=f"other files than the patches: {ROUTER}"):
+    with pytest.raises(
+        PatchingError, match=f"other files than those that the patches change: {ROUTER}"
+    ):
         verify(upstream, upstream.checkout)
 
 
@@ -209,11 +211,11 @@ def test_the_command(upstream, capsys):
     assert main(["verify", str(upstream.checkout), *patches]) == 0
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith(f"{LINE}, {TAG}: 4 patches of 6 files, every byte")
-    assert second == f"{LINE}, {PACKAGE}: not checked, its base is not there"
+    assert second == f"{LINE}, {PACKAGE}: not checked, the clone lacks its base"
 
     assert main(["verify", str(package_as_git(upstream)), *patches, "--line", LINE]) == 0
     first, second = capsys.readouterr().out.splitlines()
-    assert first == f"{LINE}, {TAG}: not checked, its base is not there"
+    assert first == f"{LINE}, {TAG}: not checked, the clone lacks its base"
     assert second.endswith(f"there and back; not in {PACKAGE}, so left out: {README}")
 
     edit(upstream.series[0], b"+hook = None", b"+hook = True")
