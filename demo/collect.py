@@ -3,7 +3,7 @@
     python -m demo.collect --engine vllm --model DIR --out build/collected
 
 With vllm or sglang a real server of the model is started on this machine's CPU, and stopped at the
-end; with megatron one of --checkpoint, whose weights the model has, in the tree --megatron.
+end. With megatron the tree --megatron serves --checkpoint, which must have the model's weights.
 The model is any transformers MoE directory that the engine runs.
 """
 
@@ -31,7 +31,7 @@ def collect_command(engine: str, model: Path, prompts: Path, store: Path) -> lis
     """The command that collects; for a server the caller adds `--url`."""
     arguments = ["--engine", engine, "--model", model, "--prompts", prompts, "--out", store]
     arguments += ["--n", SAMPLES_PER_PROMPT, "--max-tokens", task.MAX_ANSWER]
-    if engine != "megatron":  # whose server has one seed for all requests
+    if engine != "megatron":  # Megatron's server has one seed for all requests
         arguments += ["--seed", 1]
     words = [sys.executable, "-m", "megatron_r3.cli", "rollouts", "collect"]
     return [*words, *map(str, arguments), "--reward", "demo.task:reward"]

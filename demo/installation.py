@@ -1,6 +1,6 @@
 """Installs an engine into a folder of build/, once, and shows how long that takes.
 
-This file imports nothing but Python's own: the image of a sampler installs with a bare Python.
+This file imports the standard library alone: docker/Dockerfile runs it with a bare Python.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def run_steps(engine: str, home: Path, pins: str, steps: list[tuple[str, list[st
     versions is made again.
 
     Args:
-        engine: what messages call it.
+        engine: its name in messages.
         home: the folder that the steps fill.
         pins: every version that the installation depends on.
-        steps: what each one is called, and its command.
+        steps: the name and the command of each one.
 
     Raises:
         ServerError: a step failed; the message has the end of its log.
@@ -57,16 +57,16 @@ def _digest(pins: str) -> str:
 
 
 def pip_install(python: Path) -> list[str]:
-    """The beginning of a command that installs for this Python; `compile_all` comes last."""
+    """The first words of a pip command for this Python; compiling is left to `compile_all`."""
     return [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-compile"]
 
 
 def compile_all(python: Path, folder: Path) -> list[tuple[str, list[str]]]:
-    """Where PYTHONDONTWRITEBYTECODE is set, a step that compiles all modules on all cores.
+    """A step that compiles all modules, on all cores; no step if Python writes bytecode itself.
 
-    There each process of a server would compile all that it imports. Elsewhere what the first
-    process compiles is kept, and most modules are never imported. Files that do not compile, such
-    as templates, are passed over.
+    Under PYTHONDONTWRITEBYTECODE each process of a server would compile again all that it imports.
+    Without it Python keeps what the first process compiles, and most modules are never imported.
+    Files that do not compile, such as templates, are passed over.
     """
     if not sys.dont_write_bytecode:
         return []
@@ -88,7 +88,7 @@ def _run(what: str, command: list[str], output: Any, log: Path) -> None:
 def watch(
     what: str, process: subprocess.Popen, ready: Callable[[], bool], limit: float = 3600
 ) -> None:
-    """Wait until `ready()`, the process ends or `limit` seconds are over; count on stderr."""
+    """Wait for `ready()`, the process's end or `limit` seconds; print the seconds on stderr."""
     started = time.monotonic()
     try:
         while not ready() and process.poll() is None and time.monotonic() - started < limit:

@@ -1,6 +1,6 @@
 """Megatron's own inference server on this machine's CPU, which runs as long as a `with` block.
 
-Nothing is installed: the tree that trains samples too.
+Nothing is installed: the same Megatron tree trains and samples.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from demo.server_process import run_server
 from demo.task import EOS, NUM_DIGITS
 
 ROOT = Path(__file__).parents[1]
-# blocks of 64 tokens, in which each request of the demo has room; upstream's default is 256
+# A cache block has 64 tokens, enough for any request of the demo; upstream's default is 256.
 SERVER = f"""
 --moe-enable-routing-replay --bf16 --micro-batch-size 1 --moe-router-load-balancing-type none
 --null-tokenizer-eod-id {EOS} --host 127.0.0.1 --port {{port}}
@@ -36,7 +36,7 @@ def serve(
         checkpoint: one of the demo's model.
         tree: a patched Megatron-LM of 0.19 or later.
         build: gets the log.
-        pipeline_stages: each is a process.
+        pipeline_stages: how many, each in a process of its own.
 
     Raises:
         ServerError: the server does not come up; the message has the end of its log.

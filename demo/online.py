@@ -32,7 +32,7 @@ from megatron_r3.loop.run_directory import RunDirectory
 
 COLLECTIONS, PROMPTS_PER_COLLECTION, SAMPLES = 28, 64, 8
 MINI_STEPS = 4
-EXAMINED = 8  # rollouts of each collection, by the truth test
+EXAMINED = 8  # how many rollouts of each collection the truth test looks at
 NUM_PROMPTS, FIRST_PROMPT = 4096, 20_000_000  # far from the problems of the first training
 PORT = 31700
 TEMPLATES = {"sglang": sglang_server.template, "vllm": vllm_server.template}
@@ -126,7 +126,7 @@ def sampler_fields(sampler: str, model: Path) -> str:
     """The fields of [sampler] that say which engine samples, and how it is started."""
     if sampler == "transformers":
         return f"port = {PORT}"
-    in_place = sampler == "sglang"  # a vLLM on a CPU loads wrongly in place
+    in_place = sampler == "sglang"  # on a CPU, vLLM loads new weights wrongly in place
     command, environment = TEMPLATES[sampler](model, in_place=in_place)
     pairs = ", ".join(f"{name} = {json.dumps(value)}" for name, value in environment.items())
     return (
@@ -195,7 +195,7 @@ def table(numbers: dict[str, Any]) -> str:
 
 
 def failures(numbers: dict[str, Any], collections: int) -> list[str]:
-    """What must not be in a run whose parts all ended well."""
+    """What is wrong with a run whose parts all ended with status 0, a line for each fault."""
     found = []
     if numbers["verified"] != [*range(collections)]:
         found.append(f"of policies 0 to {collections - 1} only {numbers['verified']} were verified")
@@ -207,9 +207,9 @@ def failures(numbers: dict[str, Any], collections: int) -> list[str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the loop; 1 where a part fails, or where a row was not dispatched as recorded."""
+    """Run the loop; return the status of a command that failed, or 1 if `failures` finds any."""
     out = args.out.resolve()
-    # the policy of the demo, which is made once for both
+    # the starting policy is that of `make demo`, made once for both
     start = Stages(out.parent / "demo", args.megatron.resolve(), "transformers")
     try:
         start.pretrain()
@@ -225,7 +225,7 @@ def run(args: argparse.Namespace) -> int:
     rl = [sys.executable, "-m", "megatron_r3.cli", "rl"]
     if status := subprocess.run([*rl, "run", str(config)], check=False, cwd=ROOT).returncode:
         return status
-    # of a run that went on: also what it took before
+    # of a run that was stopped and continued: the time before the stop too
     seconds = wall_seconds(read_run(out / "run", "run")) or 0.0
     numbers = {**measured(out / "run"), "seconds": round(seconds)}
     (out / "summary.json").write_text(json.dumps(numbers, indent=2) + "\n")
@@ -240,7 +240,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """The whole demo; 130 where it is told to stop."""
+    """The whole demo; return 130 if a signal stops it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megatron", type=Path, required=True, help="a patched tree")
     parser.add_argument("--out", type=Path, default=Path("build/online"))
@@ -249,7 +249,7 @@ def main() -> int:
     parser.add_argument("--collections", type=int, default=COLLECTIONS)
     args = parser.parse_args()
     if args.collections < 3:
-        parser.error("--collections must be 3 or more: its thirds are compared")
+        parser.error("--collections must be 3 or more: the thirds of a run are compared")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # stop as on ctrl-C
     try:
         return run(args)

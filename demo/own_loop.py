@@ -4,9 +4,9 @@
         demo/own_loop.py
 
 TREE is a patched Megatron-LM of 0.16 or later; there are as many expert-parallel ranks as
-processes. In the engine's place is a copy of the policy whose routers have other last bits, so that
+processes. A copy of the policy plays the engine. Its router weights have a little noise, so that
 some tokens take other experts there. `--shift 1` gives each token the experts of the token before
-it: the loss must then be another one. Whoever writes a loop should try that once.
+it, so the loss must change. Try that once in a loop of your own.
 
 Shape suffixes (docs/glossary.md): B, K, L, S, T.
 """
@@ -64,7 +64,7 @@ def sampled_routes(engine: GPTModel, layout, batch: dict[str, torch.Tensor]) -> 
     with torch.no_grad(), recording() as routes:
         engine(batch["tokens"], batch["positions"], None)
     # A router has its tokens in another order than the batch: token 1 of sequence 0 comes after
-    # token 0 of all sequences. `router_order` gives, for each of its tokens, what a field says.
+    # token 0 of all sequences. `router_order` puts a field of the batch into the router's order.
     order_T = layout.router_order(batch["rows"])
     ids_LTK = torch.empty(LAYERS, BATCH * SEQUENCE, TOPK, dtype=torch.uint8)
     for layer_number, ids_TK in routes.ids.items():
@@ -76,7 +76,7 @@ def main() -> None:
     """Train three steps; print what each one saw."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument(
-        "--shift", type=int, default=0, help="give routes of this many tokens before"
+        "--shift", type=int, default=0, help="give a token the routes of the one N before it"
     )
     shift = parser.parse_args().shift
     torch.distributed.init_process_group("gloo")

@@ -3,8 +3,8 @@
     python -m demo.policy --out DIR [--megatron TREE] [--collections N]
 
 DIR then has start/ (the policy, for Megatron and for transformers), prompts.jsonl, demo/ (the
-reward and the training script) and run.toml. All that run.toml names lies in DIR, but for the tree,
-which is $MEGATRON. So one file serves this host, containers, Slurm and Kubernetes:
+reward and the training script) and run.toml. Everything that run.toml names lies in DIR, except
+the tree, which is $MEGATRON. So one file serves this host, containers, Slurm and Kubernetes:
 
     cd DIR && MEGATRON=TREE megatron-r3 rl run run.toml
 """
@@ -26,7 +26,7 @@ FILES = ("__init__.py", "pretrain.py", "task.py")  # what a run needs of demo/
 
 
 def main() -> int:
-    """Make all of it; 1 where a stage fails."""
+    """Make the folder; return 1 if a stage fails."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     tree = os.environ.get("MEGATRON")
@@ -44,7 +44,7 @@ def main() -> int:
     (out / "demo").mkdir(exist_ok=True)
     for name in FILES:
         shutil.copyfile(ROOT / "demo" / name, out / "demo" / name)
-    # last: where there is a run.toml, all that it names is there too
+    # last: a folder that has run.toml then has all that run.toml names
     config, places = out / "run.toml", Places("start", "$MEGATRON", ".")
     write_config(config, places, "port = 30000", 0, args.collections)
     print(f"{config}: a run of {args.collections} collections can begin")

@@ -1,7 +1,7 @@
 """The demo's first training: problems with their answers, so that the model and its router learn.
 
-It knows nothing of rollouts. With `--rollouts DIR` a patched `pretrain()` puts them in the place of
-the problems, as in every script that calls `pretrain()`.
+This script knows nothing of rollouts. With `--rollouts DIR` a patched `pretrain()` trains on the
+rollouts instead of the problems, as it does in every script that calls `pretrain()`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def datasets(sizes, vp_stage=None):
     return Problems(max(sizes[0], 1), get_args().seq_length), None, None
 
 
-datasets.is_distributed = True  # every rank makes them: nothing is broadcast
+datasets.is_distributed = True  # every rank makes its own datasets: nothing is broadcast
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ class Failed(RuntimeError):
 
 
 def run(command: list[str], log: Path, env: dict[str, str], on_line: Callable[[str], None]) -> None:
-    """Run to the end, giving each line of the log to `on_line`.
+    """Run `command` to its end, and give each line of its log to `on_line`.
 
     Raises:
         Failed: the child did not exit with 0.
@@ -26,7 +26,7 @@ def run(command: list[str], log: Path, env: dict[str, str], on_line: Callable[[s
             running, line = True, ""
             while running:
                 running = process.poll() is None
-                for part in file:  # the last one may be half a line
+                for part in file:  # the last part may be half a line
                     line += part
                     if line.endswith("\n"):
                         on_line(line)

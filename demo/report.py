@@ -25,7 +25,7 @@ _WORDS = {
 
 
 def series_of(events: Path) -> dict[str, list[float]]:
-    """Every scalar that Megatron wrote, by iteration."""
+    """The values of every scalar that Megatron wrote, by its tag, in order of iterations."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     # 0: keep all values; by default TensorBoard keeps a random choice of 10,000
@@ -36,10 +36,10 @@ def series_of(events: Path) -> dict[str, list[float]]:
 
 
 def measured(events: Path) -> dict[str, Any]:
-    """What summary.json says of one training: step 0, before any update, and some of all steps."""
+    """What summary.json says of a training: values of step 0, and lists with one for each step."""
     series = series_of(events)
     return {
-        # [0]: step 0, at which trainer and sampler have the same weights
+        # [0]: step 0, before any update: trainer and sampler have the same weights
         **{name: series[tag][0] for name, tag in _TAGS.items()},
         "loss": series["policy loss"],
         "grad_norm": series["grad-norm"],

@@ -60,13 +60,13 @@ def run(stages: Stages) -> dict[str, Any]:
 
 
 def megatron_version(tree: Path) -> str:
-    """The version that the tree names. It is for people: patched trees have the same."""
+    """The version that the tree names, only to be shown: patches do not change it."""
     numbers = runpy.run_path(str(tree / "megatron" / "core" / "package_info.py"))
     return str(numbers["__version__"])
 
 
 def main() -> int:
-    """The whole demo; 130 on ctrl-C, 1 where a stage fails."""
+    """The whole demo; return 130 if a signal stops it, 1 if a stage fails."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megatron", type=Path, required=True, help="a patched tree")
     parser.add_argument("--out", type=Path, default=Path("build/demo"))

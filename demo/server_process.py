@@ -1,7 +1,7 @@
 """A server of an engine in a process of its own, which runs as long as a `with` block.
 
-The server listens on this machine alone. It is gone when the block ends, with all that it has
-started, also if this process is killed.
+The server listens on this machine alone. The server and all that it has started end with the block,
+and also if this process is killed.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from demo.installation import ServerError, tail, watch
 from megatron_r3.loop.processes import filled_in, signals_raise, start, stop
 
 READY_SECONDS = 600
-# A server takes 2 s to stop. One that is still starting does not react, and is killed after this;
-# what a server that ends has started is killed with it.
+# A server takes 2 s to stop. A server that is still starting does not react to the signal, and is
+# killed after this time. Processes that the server started are killed when it ends.
 STOP_SECONDS = 4
 
 
@@ -31,12 +31,12 @@ def run_server(
     env: Mapping[str, str],
     log: Path,
 ) -> Iterator[str]:
-    """Run a server while the block runs; yields its address, where it answers by then.
+    """Run a server while the block runs; yields its address once the server answers.
 
     Args:
-        engine: what messages call it.
+        engine: its name in messages.
         command: the server's, with {port} and the names of `values` in braces.
-        values: are filled in for their names.
+        values: what replaces each name in the command.
         env: is added to this process's environment.
         log: gets what the server prints; an older log is overwritten.
 
@@ -45,7 +45,9 @@ def run_server(
     """
     port = _free_port()
     url = f"http://127.0.0.1:{port}"
-    temporary = tempfile.TemporaryDirectory(prefix="server-")  # for sockets that it leaves behind
+    temporary = tempfile.TemporaryDirectory(
+        prefix="server-"
+    )  # for sockets that the server leaves behind
     log.unlink(missing_ok=True)
     with signals_raise(), temporary as folder:
         words = filled_in(command, {**values, "port": str(port)})

@@ -1,8 +1,8 @@
 """Installs SGLang beside vLLM, into build/sglang, if it is not there.
 
-SGLang has no release for the CPU. Its wheel on PyPI is taken without what it requires: most of that
-is for CUDA. vLLM's environment for the CPU (demo/vllm_install.py) has the rest, with PyTorch; what
-is lacking there is in sglang.lock. So build/sglang is a folder for the PYTHONPATH of that Python.
+SGLang has no release for the CPU. Its wheel on PyPI is installed without its requirements, most of
+which are for CUDA. vLLM's environment for the CPU (demo/vllm_install.py) has the others; packages
+that it lacks are in sglang.lock. So build/sglang is a folder for the PYTHONPATH of that Python.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def install(build: Path = BUILD) -> tuple[Path, Path]:
         ServerError: this Python is too old or too new, or pip failed; the message says which.
     """
     python, home = vllm_install.install(build), build / "sglang"
-    # its wheel is of one version of Python, which is that of vLLM's environment
+    # The packages fit vLLM's environment, so a change of its pins makes this folder anew.
     vllm = (build / "vllm" / "installed").read_text()
     pins = f"{VERSION} {vllm}\n{LOCK.read_text()}"
     if not is_installed(home, pins):

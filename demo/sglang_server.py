@@ -1,8 +1,9 @@
 """A real SGLang server on this machine's CPU, which runs as long as a `with` block.
 
-It takes new weights in place: POST /update_weights_from_disk with `{"model_path": DIRECTORY,
-"weight_version": "7", "flush_cache": true}`. Without `flush_cache` the keys and routes of old
-weights stay in the prefix cache, and the answers to prompts that begin there mix both policies.
+The server takes new weights in place: POST /update_weights_from_disk with the JSON
+`{"model_path": DIRECTORY, "weight_version": "7", "flush_cache": true}`. Without `flush_cache` the
+keys and routes of old weights stay in the prefix cache, and a response to a cached prompt mixes the
+two policies.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ def template(
     In the command {model}, {port} and {version}, the name of the policy, are to be filled in.
 
     Args:
-        in_place: for a server that shall take new weights. It is not told which policy it begins
-            with: it says so only when it was given one, and a server that died and was started
-            again cannot be taken for the one before.
+        in_place: whether the server shall take new weights. Then it starts without a version, and
+            names one only after an update: a server that died and was started again with old
+            weights cannot be taken for an updated one.
 
     Raises:
         ServerError: SGLang cannot be installed.
@@ -62,13 +63,16 @@ def template(
     flags += ["--enable-return-routed-experts", "--skip-tokenizer-init"]
     flags += ["--served-model-name", "model", "--context-length", str(length)]
     flags += ["--device", "cpu", "--attention-backend", "torch_native"]
-    flags.append("--disable-overlap-schedule")  # the results of a step, then the next step
-    flags.append("--sleep-on-idle")  # else the scheduler keeps a core busy that a trainer needs
+    flags.append("--disable-overlap-schedule")  # a step's results are read before the next step
+    flags.append(
+        "--sleep-on-idle"
+    )  # else the idle scheduler keeps a core busy that a trainer needs
     # Every running request has room for its longest response, so none is retracted half-way.
     flags += ["--max-running-requests", str(MOST_REQUESTS)]
     flags += ["--max-total-tokens", str(MOST_REQUESTS * length)]
-    # Tokens bound the cache, not this share of the memory. SGLang counts what other programs take
-    # while it loads as its own, and does not start where that is more than the share.
+    # The cache is bounded by --max-total-tokens, not by this share of the memory. The share is high
+    # because SGLang counts what other programs take while it loads as its own, and does not start
+    # if that is more than the share.
     flags += ["--mem-fraction-static", "0.9"]
     if not in_place:
         flags += ["--weight-version", "{version}"]

@@ -1,4 +1,4 @@
-"""The demo's stages. Each makes files from files, and is skipped if its inputs are the same."""
+"""The demo's stages. Each makes files from files, and is skipped if its inputs did not change."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Stages:
         out: `build/demo`.
         megatron: a patched tree.
         sampler: the engine, one of `demo.collect.ENGINES`.
-        steps: of the live and of the replayed training, each on all rollouts.
+        steps: optimizer steps of the live and of the replayed training, each on all rollouts.
         prompts: how many are sampled, SAMPLES_PER_PROMPT times each.
     """
 
@@ -68,7 +68,7 @@ class Stages:
                 process.run(command, self._log("sample"), env, lambda line: None)
 
     def train(self, mode: str) -> Path:
-        """Run GRPO on the rollouts, `live` or `replay`; return the folder of its events."""
+        """Run GRPO on the rollouts, `live` or `replay`; return its TensorBoard folder."""
         events = self.out / mode
         shutil.rmtree(events, ignore_errors=True)
         more = ["--rollouts", str(self.rollouts), "--tensorboard-dir", str(events)]
@@ -77,7 +77,7 @@ class Stages:
         return events
 
     def grpo_arguments(self) -> list[str]:
-        """The arguments that live and replayed training share; they begin a user's own command."""
+        """The arguments that live and replayed training share; train.args keeps them for users."""
         more = ["--global-batch-size", str(self.prompts * SAMPLES_PER_PROMPT)]
         more += ["--train-iters", str(self.steps), "--load", str(self.checkpoint)]
         return arguments(GRPO, more)
@@ -98,7 +98,7 @@ class Stages:
         command += ["--nproc-per-node", str(processes), "-m", "megatron_r3.cpu", str(script)]
         env = {"PYTHONPATH": f"{self.megatron}:{ROOT}"}
         with tqdm(total=iterations, desc=f"{name:10}", disable=iterations is None) as bar:
-            # Megatron logs a line with both for each iteration.
+            # Megatron logs a line with both texts for each iteration.
             def on_line(line: str) -> None:
                 if " iteration " in line and "elapsed time" in line:
                     bar.update()
@@ -113,10 +113,10 @@ class Stages:
 
 
 class _Once:
-    """`with _Once(...) as todo`: todo is False if the result exists and was made of these inputs.
+    """`with _Once(...) as todo`: todo is False if the result exists and was made from these inputs.
 
-    The digest of the inputs is written when the block ends well. It holds the digest of the stage
-    before, so a stage that is done again makes all later ones be done again.
+    The digest of the inputs is written when the block ends without an error. The inputs have the
+    digest of the stage before, so a stage that runs again makes all later ones run again.
     """
 
     def __init__(self, stamp: Path, stage: str, result: Path, inputs: list[object]) -> None:

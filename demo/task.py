@@ -1,6 +1,6 @@
 """The demo's task, with a checkable answer: sort a list of digits.
 
-A prompt is `<bos> 3 1 2 =`, its answer `1 2 3 <eos>`. Token ids are given here; there is no text.
+A prompt is `<bos> 3 1 2 =`, its answer `1 2 3 <eos>`. Prompts are token ids; there is no text.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-# The training runs without the rest of megatron_r3, too: the proof hides it from an unpatched tree.
+# Not imported at run time: in the proof's runs of unpatched trees, megatron_r3 is hidden.
 if TYPE_CHECKING:
     from megatron_r3.collect.reward import RewardSample
 

@@ -24,7 +24,9 @@ def install(build: Path = BUILD) -> Path:
     if python.exists() and is_installed(home, pins):
         return python
     if not (3, 11) <= sys.version_info[:2] <= (3, 13):
-        raise ServerError("vLLM needs Python 3.11 to 3.13; the default sampler takes any Python")
+        raise ServerError(
+            "vLLM needs Python 3.11 to 3.13; the default sampler, transformers, has no such limit"
+        )
     pip = pip_install(python)
     steps = [
         ("environment", [sys.executable, "-m", "venv", str(home)]),

@@ -45,8 +45,8 @@ def template(
     In the command {model}, {port} and {version}, the name of the policy, are to be filled in.
 
     Args:
-        in_place: for a server that shall take new weights: then its model has one name, and the
-            policy is not what it was started with.
+        in_place: whether the server shall take new weights. Then its model is called `policy` at
+            every version, since the weights change and a name cannot.
 
     Raises:
         ServerError: vLLM cannot be installed.

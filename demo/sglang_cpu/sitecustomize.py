@@ -1,8 +1,8 @@
 """Lets SGLang 0.5.23 start without a GPU. Python runs this file in each process of the server.
 
 SGLang imports two packages that have no build for the CPU, and pins memory that CUDA would read.
-The torch-native paths, which serve here, use neither. So the two packages are stand-ins, which may
-be imported and looked into, and raise where anything of them is called; and nothing is pinned.
+The torch-native paths, which serve here, use neither. So stand-ins take the place of the packages:
+they can be imported, and raise an error if anything in them is called. Memory is not pinned.
 
 Python imports a module `sitecustomize` by itself when it starts. demo/sglang_server.py puts this
 file's folder on the server's PYTHONPATH, which the processes that the server spawns inherit.
@@ -29,13 +29,15 @@ class StandIn(type):
     """
 
     def __getattr__(cls, name: str) -> StandIn:
-        if name.startswith("__"):  # Python asks for these itself, and takes no for an answer
+        if name.startswith("__"):  # Python probes for such names itself, and can do without
             raise AttributeError(name)
         return StandIn(f"{cls.__name__}.{name}", (), {})
 
     def __call__(cls, *args: object, **kwargs: object) -> NoReturn:
-        """A stand-in has nothing to give: whatever calls it would go on with a wrong value."""
-        raise RuntimeError(f"{cls.__name__} was called, a stand-in: it has no build for the CPU")
+        """Refuse every call: a stand-in has no value to return, and a wrong one would be used."""
+        raise RuntimeError(
+            f"{cls.__name__} was called, a stand-in: its package has no build for the CPU"
+        )
 
 
 class AbsentModule(ModuleType):
@@ -45,7 +47,7 @@ class AbsentModule(ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         found = StandIn(f"{self.__name__}.{name}", (), {})
-        setattr(self, name, found)  # the next one who asks gets the same class
+        setattr(self, name, found)  # the next access gives the same class
         return found
 
 
@@ -65,19 +67,19 @@ class Absent(MetaPathFinder, Loader):
         return AbsentModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give it a version, which transformers wants of torchvision: older than any it knows."""
+        """Give the module version 0, which transformers takes for a torchvision too old to use."""
         module.__dict__["__version__"] = "0"
 
 
 def leave_unpinned(buffer: Any, granularity: int | None = None) -> None:
-    """Stands for the function that pins `buffer`, so that CUDA copies faster. No GPU reads here."""
+    """Do nothing, instead of pinning `buffer` for CUDA's copies: no GPU reads it here."""
 
 
 class WithoutPinning(SourceFileLoader):
-    """Loads SGLang's module that pins memory, and puts a function into it that does not."""
+    """Loads SGLang's module that pins memory, and replaces its function that does so."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run the module first.
+        """Run the module, then replace its function that pins.
 
         Raises:
             ImportError: the function that pins has another name in this version of SGLang.
@@ -102,4 +104,4 @@ class PinningFinder(MetaPathFinder):
 
 
 sys.meta_path.insert(0, PinningFinder())
-sys.meta_path.append(Absent())  # last: a package that is installed counts
+sys.meta_path.append(Absent())  # last: an installed package comes before its stand-in
