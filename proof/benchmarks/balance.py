@@ -4,10 +4,10 @@
 
 It trains on made-up routes with a given share of the load on the first rank, in three ways: without
 guest slots, with slots that stay empty, and with guests. The table has the load of the busiest rank
-by the mean, what a step takes relative to the step without slots of its round (by the wall clock,
-in CPU time of the busiest rank, and in CPU time of the busiest rank inside its MoE layers), and by
-micro-batch and rank what planning and sending cost. Exit status 1: the load after guests is above
-the limit of the case.
+divided by the mean load, and what planning and sending cost for a micro-batch and rank. It also has
+the time of a step divided by that of the step without slots in the same round: wall time, and CPU
+time of the busiest rank, of all its work and inside its MoE layers. Exit status 1: the load with
+guests is above the limit of the case.
 
 Shape suffixes (docs/glossary.md): L, R.
 """
@@ -47,18 +47,18 @@ from proof.benchmarks.turns import (
     write_store,
 )
 
-# without slots, as the tree is; slots that stay empty; guests
+# without guest slots; with slots that stay empty; with guests
 WAYS = OFF, EMPTY, GUESTS = ("off", "empty", "guests")
 ROLLOUTS, BATCH = 32, 4
-NEVER = 1 << 60  # no guest has so many tokens
+NEVER = 1 << 60  # a guest must have so many tokens, and none has
 
 
 class Case(NamedTuple):
-    """Ranks that share the experts, guest slots of each, and how uneven the load is.
+    """How many ranks share the experts, how many guest slots each has, and how uneven the load is.
 
     Attributes:
-        share: of the load that the first rank has; 1 / ep is even.
-        limit: the busiest rank's load by the mean must be at most that with guests.
+        share: the first rank's share of the load; 1 / ep is even.
+        limit: with guests, the busiest rank's load divided by the mean load may be at most this.
     """
 
     ep: int
@@ -73,7 +73,7 @@ CASES = {
     "EP2, even, 2 slots": Case(2, 2, 0.5, 1.02),
 }
 LAYERS, EXPERTS, TOPK, SEQUENCE = 2, 16, 4, 128
-# wide experts: their time is what guests share out
+# wide experts, because guests move only the time of experts to other ranks
 WIDE = f"""
 --num-layers {LAYERS} --hidden-size 256 --moe-ffn-hidden-size 512 --seq-length {SEQUENCE}
 --max-position-embeddings {SEQUENCE} --moe-router-replay-guest-tokens 1 --rollouts-policy any
@@ -96,8 +96,8 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
 def routes_of(case: Case, store: Path) -> None:
     """Write rollouts whose routes give the first rank its share of the load.
 
-    The others have the rest. Inside a rank experts differ too: the hottest one has several times
-    the load of the coldest.
+    The other ranks share the rest evenly. The experts of a rank differ too: the hottest one has
+    several times the load of the coldest.
     """
     rng = np.random.default_rng(0)
     log_weights = _with_shares(rng.standard_normal((LAYERS, 1, EXPERTS)), case, rng)
@@ -105,13 +105,13 @@ def routes_of(case: Case, store: Path) -> None:
 
 
 def _drawn(log_weights: np.ndarray, tokens: int, rng: np.random.Generator) -> np.ndarray:
-    """Routes `[layers, tokens, top-k]`: draws without replacement, by the largest Gumbel sums."""
+    """Routes `[layers, tokens, top-k]`: experts drawn without replacement by Gumbel top-k."""
     noisy = log_weights + rng.gumbel(size=(LAYERS, tokens, EXPERTS))
     return noisy.argsort(axis=2)[..., -TOPK:]
 
 
 def _with_shares(log_weights: np.ndarray, case: Case, rng: np.random.Generator) -> np.ndarray:
-    """Log-weights of experts with which each rank has its share, found step by step."""
+    """Log-weights of experts that give each rank its share of the load, found by iteration."""
     rest = (1 - case.share) / (case.ep - 1)
     wanted_R = np.array([case.share] + [rest] * (case.ep - 1))
     for _ in range(30):
@@ -124,7 +124,7 @@ def _with_shares(log_weights: np.ndarray, case: Case, rng: np.random.Generator) 
 
 
 def summarise(results: list[dict[str, Any]]) -> Iterator[Row]:
-    """A row for each way, from what `timed` returned on each rank; times are alike on all."""
+    """A row for each way, from what `timed` returned on each rank; times are those of all ranks."""
     first = results[0]
     for way in first["wall_s"]:
         mode = way.removesuffix(AGAIN)
@@ -146,10 +146,12 @@ def summarise(results: list[dict[str, Any]]) -> Iterator[Row]:
 
 
 def wrong(row: Row) -> str:
-    """The limit of the case is for the load with guests."""
+    """What is wrong with a row: with guests, a load above the limit of its case."""
     if row["way"] != GUESTS or row["load"] <= row["limit"]:
         return ""
-    return f"the busiest rank has {row['load']:.3f} of the mean; at most {row['limit']}"
+    return (
+        f"the busiest rank has {row['load']:.3f} times the mean load; the limit is {row['limit']}"
+    )
 
 
 BENCH = Bench(
@@ -180,7 +182,7 @@ BENCH = Bench(
 
 
 def timed(rank: int, argv: list[str], most: int) -> dict[str, Any]:
-    """Train with the ways in turn; guest slots are on."""
+    """Train with guest slots on; the ways take turns."""
     rounds, spent, layers = Rounds(most, WAYS), Spent(), list[_Layer]()
     layer_s: dict[str, list[float]] = {way: [] for way in rounds.ways}
     before = 0.0
@@ -228,10 +230,11 @@ class Spent:
 
     Attributes:
         layers_s: CPU seconds of this thread inside MoE layers, forward and backward.
-        planning_s, plans: of all micro-batches of a way: CPU seconds, and their number.
-        load: of this rank, in each layer and micro-batch of a way.
-        guests: of this rank, in all micro-batches and layers.
-        bytes: that this rank sent to guests, and of gradients home.
+        planning_s: the CPU seconds of planning, by way.
+        plans: how many micro-batches were planned, by way.
+        load: the tokens that this rank's experts got in each layer and micro-batch, by way.
+        guests: how many guests this rank had, summed over all micro-batches and layers.
+        bytes: what this rank sent: weights to guests, and gradients back to their own ranks.
     """
 
     def __init__(self) -> None:
@@ -249,7 +252,7 @@ class Spent:
                 self.guests += len(sizes.guests.expert_of_slot)
 
     def watch_transfers(self) -> None:
-        """Count what guests' collectives send from now on."""
+        """Count from now on the bytes that the collectives of guests send."""
         from megatron_r3.seams import guests
 
         exchange, shared = torch.distributed.all_to_all_single, guests._shared
@@ -263,7 +266,7 @@ class Spent:
 
 
 class _Layer:
-    """A MoE layer that can be used with and without guest slots, and whose time is taken."""
+    """A MoE layer that can switch its guest slots on and off, and measures its own CPU time."""
 
     def __init__(self, layer: Any, spent: Spent) -> None:
         self.layer, self.guests, self.began = layer, layer.guests, 0.0
@@ -288,7 +291,7 @@ class _Layer:
         layer.register_full_backward_hook(end)
 
     def go(self, way: str) -> None:
-        """Use the layer in this way from now on."""
+        """Switch the layer to this way."""
         self.layer.guests = None if way == OFF else self.guests
         self.layer.token_dispatcher = self.plain if way == OFF else self.guests.dispatcher
 
@@ -300,7 +303,7 @@ class _Layer:
 
 
 def _parts_in_turn(spent: Spent, rounds: Rounds) -> Any:
-    """The parts of a training whose steps go the ways in turn."""
+    """The parts of a training whose steps take the ways in turn."""
     from megatron_r3.balance.places import sizes_with_guests
     from megatron_r3.replay.planner import Planner
     from megatron_r3.train.step import Parts
@@ -310,7 +313,7 @@ def _parts_in_turn(spent: Spent, rounds: Rounds) -> Any:
     class TurnedPlanner(Planner):
         def __init__(self, config: Any, *given: Any) -> None:
             super().__init__(config, *given)
-            never = copy.copy(config)  # there are slots, and no expert is worth one
+            never = copy.copy(config)  # no expert has enough tokens for a slot
             never.moe_router_replay_guest_tokens = NEVER
             of_guests = self._other_sizes
             self.ways = {OFF: None, EMPTY: sizes_with_guests(never), GUESTS: of_guests}
@@ -328,6 +331,6 @@ def _parts_in_turn(spent: Spent, rounds: Rounds) -> Any:
 
 
 if __name__ == "__main__":
-    from proof.benchmarks import balance  # the ranks import by name
+    from proof.benchmarks import balance  # the ranks import `timed` by this module's name
 
     sys.exit(balance.BENCH.main())

@@ -16,7 +16,7 @@ from proof.benchmarks.interval import median_of, shown
 from proof.benchmarks.machine import machine_at_start, write_results
 
 Row = dict[str, Any]
-Seconds = Mapping[str, Sequence[float]]  # of each round, by the name of a way
+Seconds = Mapping[str, Sequence[float]]  # one value for each round, by the name of a way
 AGAIN = " again"  # what the second step of the first way in each round is called
 
 
@@ -25,18 +25,18 @@ class Bench:
     """A benchmark: what it measures, and its table.
 
     Attributes:
-        name: of its record.
-        doc: of its module; the first line is what `--help` says.
-        columns: of the table: headings, and what makes the cell of a row.
-        measure: yields rows as they are measured, from the options; `cases` has those that were
-            chosen. A ValueError that it raises is shown as one line.
-        wrong: what is wrong with a row, in words; empty if nothing is. Then the exit status is 1.
-        cases: what `--only` chooses from, by name; None without that option.
-        rounds: what a round is, for the help of `--rounds`; empty without that option.
-        default_rounds: of that option.
-        options: more options by name, texts or whole numbers above 0: their default and help.
-        about: how it was recorded, for the page, with values of the record in braces.
-        facts: more values of the record, from the options.
+        name: the name of its record.
+        doc: the docstring of its module; `--help` prints the first line.
+        columns: the headings of the table, and for each a function from a row to its cell.
+        measure: takes the options, whose `cases` are those that `--only` chose, and yields each
+            row once it is measured. A ValueError is printed as one line.
+        wrong: returns what is wrong with a row, in words, or "". A wrong row gives exit status 1.
+        cases: what `--only` chooses from, by name; None if there is no such option.
+        rounds: what a round is, for the help of `--rounds`; empty if there is no such option.
+        default_rounds: the default of `--rounds`.
+        options: more options, texts or whole numbers above 0: the default and the help, by name.
+        about: the end of the page's sentence about a record, with the record's values in braces.
+        facts: more values for the record, from the options.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Bench:
         """The options.
 
         Raises:
-            SystemExit: with status 2, where nothing would be measured.
+            SystemExit: status 2: an option is wrong, or no case has the text of `--only`.
         """
         parser = argparse.ArgumentParser(prog=self.name, description=str(self.doc).splitlines()[0])
         add = parser.add_argument
@@ -107,7 +107,7 @@ class Bench:
         """The part of the page about a recorded run.
 
         Raises:
-            ValueError: it is no JSON, or a rehearsal, which measured nothing.
+            ValueError: the file is no JSON, or records a rehearsal, which measured nothing.
         """
         try:
             found = dict(json.loads(path.read_text()))
@@ -124,38 +124,38 @@ class Bench:
 
 
 def table(head: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of Markdown."""
+    """A Markdown table."""
     head = [*head]
     return "\n".join(map(line, [head, ["---"] * len(head), *rows]))
 
 
 def line(cells: Iterable[str]) -> str:
-    """A line of such a table."""
+    """A line of a Markdown table."""
     return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
 
 
 def number(name: str, form: str = ".0f", times: float = 1.0) -> Callable[[Row], str]:
-    """A cell with a number of the row; empty where the row has none."""
+    """A cell with a number of the row; empty if the row lacks the number."""
     return lambda row: "" if row.get(name) is None else format(times * row[name], form)
 
 
 def text(name: str) -> Callable[[Row], str]:
-    """A cell with a value of the row as it is; empty where the row has none."""
+    """A cell with a value of the row as text; empty if the row lacks the value."""
     return lambda row: str(row.get(name, ""))
 
 
 def ratio(name: str) -> Callable[[Row], str]:
-    """A cell with a ratio; one that cannot be told from 1 is not shown."""
+    """A cell with a ratio, or with "cannot tell" if the ratio cannot be told from 1."""
     return lambda row: shown(row[name]) if row.get(name) else ""
 
 
 def recomputed(row: Row) -> str:
-    """A cell: what is recomputed."""
+    """A cell that says what is recomputed: full or none."""
     return "full" if row["recompute"] else "none"
 
 
 def ratios(seconds: Seconds, way: str, other: str) -> list[float]:
-    """The seconds of each step of a way by those of another way in the same round."""
+    """In each round, the seconds of one way divided by those of another way."""
     return [mine / its for mine, its in zip(seconds[way], seconds[other], strict=True)]
 
 
@@ -180,15 +180,15 @@ def compared_to_first(seconds: Seconds, way: str) -> dict[str, Any] | None:
 
 
 def compared(seconds: Seconds, way: str, other: str | None) -> dict[str, Any] | None:
-    """The record of the `Median` of these ratios; None for a way beside itself or beside none."""
+    """The record of the `Median` of these ratios; None if there is no other way."""
     return None if other in (None, way) else median_of(ratios(seconds, way, str(other))).record()
 
 
 def median_ms(seconds: Sequence[float]) -> float:
-    """In milliseconds."""
+    """The median, in milliseconds."""
     return 1e3 * statistics.median(seconds)
 
 
 def each(rows: Iterable[Row], **alike: Any) -> Iterator[Row]:
-    """Rows with what is alike in all of them before."""
+    """The rows, each with the values `alike`, which all of them share, before its own."""
     return ({**alike, **row} for row in rows)

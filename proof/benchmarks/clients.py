@@ -3,13 +3,12 @@
     python -m proof.benchmarks.clients --out build/bench/clients.json [--rounds 8] [--skyrl CLONE]
                                  [--only "EP2 full"]
 
-One model, one batch and its routes, on 1 process and on EP2, without and with full recompute. Two
-forward steps: that of verl 0.9.1's own engine, and one that is written by hand. In each of them
-replay is done by the framework's code, by the same code on megatron_r3, and by `replaying`. The
-ways differ in what is counted: waits, copies, collectives, bytes. They patch Megatron differently,
-so each way has processes of its own, and its times are no comparison with another way's. Exit
-status 1: some router took other routes than those of its micro-batch, or a layer with a dispatch
-plan waits for something after all.
+One model, one batch and its routes, on 1 process and on EP2, without and with full recompute. There
+are two forward steps: that of verl 0.9.1's own engine, and one that is written by hand. In each of
+them replay is done by the framework's code, by the same code on megatron_r3, and by `replaying`.
+The table compares what is counted: waits, copies, collectives, bytes. The ways patch Megatron
+differently, so each has processes of its own, and their times cannot be compared. Exit status 1: a
+router took other routes than those of its micro-batch, or a layer with a dispatch plan waits.
 
 Megatron and the frameworks are imported inside the functions.
 
@@ -67,7 +66,7 @@ from proof.fidelity.trees import patched_copy, unpatched_copy
 
 ROOT = Path(__file__).parents[2]
 VERL = "verl-0.9.1"
-START_S = 300.0  # how long ranks may take to be there, and to count
+START_S = 300.0  # how long ranks may take to start, and to count
 LAYERS, EXPERTS, TOPK = 4, 16, 4
 VOCABULARY, LONGEST = 256, 48
 SIZES = Sizes(LAYERS, 128, 4, EXPERTS, TOPK, 64, LONGEST, 1, VOCABULARY)
@@ -77,7 +76,7 @@ MICROBATCHES = SAMPLES // TOGETHER
 
 
 class Way(NamedTuple):
-    """A way to replay: which worker has imported what its ranks need, and if its layers plan."""
+    """A way to replay: the worker whose imports its ranks need, and whether it has plans."""
 
     worker: str
     plan: bool = False
@@ -101,11 +100,11 @@ WAYS = {
 
 
 class Case(NamedTuple):
-    """What is alike in all ways of a run.
+    """What all ways of a run share.
 
     Attributes:
-        expert_parallel: how many ranks share the experts; as many run.
-        recompute: whether everything is recomputed.
+        expert_parallel: how many ranks run, which share the experts.
+        recompute: whether there is full recompute.
         skyrl: a folder with SkyRL's files; None leaves its ways out.
     """
 
@@ -170,7 +169,7 @@ def _workers(clients: Path) -> dict[str, tuple[tuple[str, ...], dict[str, str]]]
 
 
 def summarise(name: str, ranks: list[dict[str, Any]]) -> Row:
-    """The row of a way, from what `run_way` returned on each rank: the worst of them."""
+    """The row of a way, from what `run_way` returned on each rank: the worst rank counts."""
 
     def most(key: str, by: str) -> float:
         return max(float(count.get(key, 0) / count[by]) for count in ranks)
@@ -195,8 +194,8 @@ def summarise(name: str, ranks: list[dict[str, Any]]) -> Row:
 def wrong(row: Row) -> str:
     """What is wrong with a row: other routes, or a layer with a plan that waits.
 
-    The routes are none that the live router would choose, so live ways must take other ones in all
-    of their passes: without that the check of the other ways could not fail.
+    The live router would never choose these routes. So the live ways must show wrong passes: if
+    they did not, the check of the other ways could not fail.
     """
     way, in_layers = WAYS[row["way"]], sum(row[name] for name in (WAITS, COPIES, GATHERS))
     if row["way"] in LIVE and not row["wrong_passes"]:
@@ -204,7 +203,7 @@ def wrong(row: Row) -> str:
     if row["way"] not in LIVE and row["wrong_passes"]:
         return f"{row['wrong_passes']} passes took other routes than their micro-batch has"
     if way.plan and in_layers:
-        return f"{in_layers:g} waits, copies and collectives in a layer that has a plan"
+        return f"{in_layers:g} waits, copies and collectives in a layer with a plan; expected 0"
     if not way.plan and not in_layers:
         return "no wait in a layer without a plan, so that waits are not counted"
     return ""
@@ -240,7 +239,7 @@ BENCH = Bench(
 
 
 def record(rank: int, case: Case) -> list[np.ndarray]:
-    """The routes of this rank's batch for all ways, made from what the live router chooses."""
+    """The routes of this rank's batch, the same for all ways, made from the live router's."""
     way, chosen = Rank(rank, "by hand, native", case), []
     for samples in way.batch.microbatches():
         with torch.no_grad(), recording() as routes:
@@ -255,10 +254,10 @@ def record(rank: int, case: Case) -> list[np.ndarray]:
 def run_way(
     rank: int, name: str, case: Case, routes: list[list[np.ndarray]], rounds: int
 ) -> dict[str, Any]:
-    """Train on the routes that each rank has recorded: warm up, time steps, then count in one.
+    """Train on the recorded routes: warm up, time `rounds` steps, then count in one more.
 
     Returns:
-        "wall_s", "cpu_s": of each step; and what `Rank.count` returns.
+        "wall_s", "cpu_s": the seconds of each timed step; and what `Rank.count` returns.
     """
     way = Rank(rank, name, case)
     way.batch.routes = routes[rank]
@@ -270,9 +269,9 @@ class Rank:
     """One way on one rank.
 
     Args:
-        rank: among the ranks of the way.
-        name: of the way.
-        case: of all ways.
+        rank: its number among the ranks of the way.
+        name: the name of the way, a key of `WAYS`.
+        case: what all ways share.
     """
 
     def __init__(self, rank: int, name: str, case: Case) -> None:
@@ -282,7 +281,7 @@ class Rank:
         self.chunk, self.way, self.moved = self._built(name)
 
     def step(self) -> tuple[float, float]:
-        """Run one step; wall and CPU seconds of this rank, of all its threads."""
+        """Run one step; return its wall seconds, and CPU seconds of all threads of this rank."""
         self.chunk.zero_grad(set_to_none=True)
         torch.distributed.barrier()
         wall, cpu = time.perf_counter(), time.process_time()
@@ -290,7 +289,7 @@ class Rank:
         return time.perf_counter() - wall, time.process_time() - cpu
 
     def count(self) -> dict[str, Any]:
-        """Run one step and count; no step is timed afterwards, since counting goes on.
+        """Run one step and count. Counting stays on, so no step may be timed afterwards.
 
         Returns:
             Numbers by name: those of `proof.benchmarks.waits`; "experts", the passes of layers;
@@ -325,7 +324,7 @@ class Rank:
         }
 
     def _built(self, name: str) -> tuple[Any, Any, Moved]:
-        """The model of a way, its step, and where it counts the bytes that it copies."""
+        """The model of a way, its step, and its count of the bytes that it copies."""
         around, _, kind = name.partition(", ")
         if around == "verl":
             return self._built_in_verl(kind)
@@ -355,7 +354,7 @@ class Rank:
 
         put_on_cpu(impl)
         if kind in ("own replay", "on megatron_r3"):
-            # the first thing that the engine does; it is ours where verl has the setting for it
+            # verl's engine begins with this call; ours replaces it if verl loads our module
             impl.apply_router_replay_patch()
             chunk, kind = self._model(ask_for_replay), "verl"
         else:
@@ -364,7 +363,7 @@ class Rank:
         return chunk, way, way.moved
 
     def _model(self, prepare: Any = None, **options: Any) -> Any:
-        """A Qwen3-MoE of 4 layers, 16 experts, top-4; the same weights for the same shape."""
+        """A Qwen3-MoE of 4 layers, 16 experts, top-4, with the same weights in every way."""
         full = "full" if self.case.recompute else None
         parallel = {"expert_model_parallel_size": self.case.expert_parallel}
         parallel |= {"expert_tensor_parallel_size": 1, "variable_seq_lengths": True}
@@ -380,17 +379,17 @@ class Rank:
 
 
 def wrong_passes(maps: list[tuple[int, torch.Tensor]], batch: Batch, recompute: bool) -> int:
-    """How many passes of routers did not take the routes of their micro-batch, in their layer.
+    """How many router passes did not take the routes of their micro-batch and layer.
 
     Args:
-        maps: of all passes, in their order: the layer's number, and its routing map `[T, E]`.
+        maps: for each pass, in order, the layer number and the routing map `[T, E]`.
 
     Raises:
-        ValueError: the routers ran another number of times than the layers and micro-batches.
+        ValueError: the number of passes does not follow from layers and micro-batches.
     """
     each_ = LAYERS * (2 if recompute else 1)  # passes of a micro-batch
     if len(maps) != each_ * MICROBATCHES:
-        raise ValueError(f"{len(maps)} passes of routers, not {each_ * MICROBATCHES}")
+        raise ValueError(f"{len(maps)} passes of routers, expected {each_ * MICROBATCHES}")
     found = 0
     for number_, (layer, map_TE) in enumerate(maps):
         wanted_LTK = batch.wanted(batch.microbatches()[number_ // each_])
@@ -407,16 +406,16 @@ def wrong_passes(maps: list[tuple[int, torch.Tensor]], batch: Batch, recompute: 
 
 @dataclass
 class Batch:
-    """What a rank trains on in a step: samples of several lengths, packed four by four.
+    """What a rank trains on in a step: samples of several lengths, four in a pack.
 
     Args:
-        rank: another rank has other tokens.
+        rank: the rank, which seeds its tokens.
 
     Attributes:
-        tokens: of each sample, int64.
+        tokens: the token ids of each sample, int64.
         responses: how many tokens of each sample are its response.
-        routes: of each sample int16 `[tokens - 1, L, K]`, as an engine returns them: the last token
-            was never forwarded. Empty until somebody has recorded them.
+        routes: the routes of each sample, int16 `[tokens - 1, L, K]`, as an engine returns them:
+            the last token was never forwarded. Empty until `record` has made them.
     """
 
     rank: int
@@ -426,8 +425,8 @@ class Batch:
 
     def __post_init__(self) -> None:
         """Draw the samples."""
-        # The same lengths in every micro-batch and on every rank: in each layer ranks would wait
-        # for the one with the most tokens.
+        # The same lengths in every micro-batch and on every rank: otherwise the ranks would wait in
+        # each layer for the one with the most tokens.
         drawn = np.random.default_rng(0).integers(LONGEST // 2, LONGEST + 1, TOGETHER)
         lengths = np.tile(drawn, MICROBATCHES).tolist()
         rng = np.random.default_rng(1 + self.rank)
@@ -445,9 +444,9 @@ class Batch:
     def turned(self, chosen: list[np.ndarray]) -> list[np.ndarray]:
         """The routes of a benchmark, from those that the live router chose.
 
-        Every expert is replaced by the one that stands half of the experts further. So a rank and
-        an expert have the load that another one has under live routing, and no replay that is
-        silently live can pass for right. Example with 16 experts: [0, 3, 9, 15] is [8, 11, 1, 7].
+        Half of the number of experts is added to every id, modulo that number. So the spread of
+        the load stays that of live routing, and a replay that silently routes live is found wrong.
+        Example with 16 experts: [0, 3, 9, 15] becomes [8, 11, 1, 7].
         """
         return [(ids_TLK + EXPERTS // 2) % EXPERTS for ids_TLK in chosen]
 
@@ -458,14 +457,16 @@ class Batch:
         return np.concatenate(parts).transpose(1, 0, 2)
 
 
-# -- ways to replay, each as its own users would write it; all begin with an engine's arrays
+# -- ways to replay, each as its users would write it; each begins with an engine's arrays
 
-Run = Callable[..., torch.Tensor]  # runs the model on the micro-batch; takes more arguments of it
+Run = Callable[
+    ..., torch.Tensor
+]  # runs the model on the micro-batch; takes more arguments for the model
 
 
 @dataclass
 class Moved:
-    """The bytes of routes that a way copies to the device. A copy is made where nothing else is."""
+    """Counts the bytes of routes that a way copies to the device, which here is the CPU too."""
 
     num_bytes: int = 0
 
@@ -493,13 +494,13 @@ class Live:
 
 
 class ByHand(Live):
-    """Upstream's calls, as its docstrings say them, with one copy to the device."""
+    """Upstream's `RouterReplay`, called as its docstrings say, with one copy to the device."""
 
     def forward(self, chunk: Any, samples: range, run: Run) -> torch.Tensor:
-        """Targets, action, pass, action."""
+        """Set the targets and the action, run the pass, set the action for backward."""
         from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
-        # the token without a route needs one: distinct experts, which the dispatcher relies on
+        # a token without a route needs one too, of distinct experts: the dispatcher relies on that
         dummy = np.broadcast_to(np.arange(TOPK, dtype=np.int16), (1, LAYERS, TOPK))
         routes = self.batch.routes
         ids_TLK = np.concatenate([part for i in samples for part in (routes[i], dummy)])
@@ -512,7 +513,7 @@ class ByHand(Live):
         return output
 
     def end_step(self) -> None:
-        """Without recompute nothing takes from upstream's queues."""
+        """Clear upstream's queues: without recompute nothing takes the routes out of them."""
         from megatron.core.transformer.moe.router_replay import RouterReplay
 
         RouterReplay.clear_global_indices()
@@ -520,10 +521,10 @@ class ByHand(Live):
 
 
 class SkyRL(Live):
-    """SkyRL's helpers, called as its `megatron_model_wrapper.py` calls them."""
+    """SkyRL's helpers, called as SkyRL's `megatron_model_wrapper.py` calls them."""
 
     def begin_step(self) -> None:
-        """Pad the routes of the batch, as its `preprocess.py` does, and clear what is left over."""
+        """Pad the routes of the batch as SkyRL's `preprocess.py` does; clear what is left over."""
         from skyrl.backends.skyrl_train.utils import replay_utils
 
         replay_utils.clear_router_replay()
@@ -539,7 +540,7 @@ class SkyRL(Live):
         self._host = [torch.from_numpy(array) for array in (padded, no_route, attention)]
 
     def forward(self, chunk: Any, samples: range, run: Run) -> torch.Tensor:
-        """Layout, targets and action, pass, action."""
+        """Set up the replay of the forward pass, run the pass, set up that of backward."""
         from skyrl.backends.skyrl_train.distributed.megatron import token_metadata
         from skyrl.backends.skyrl_train.utils import replay_utils
 
@@ -563,7 +564,7 @@ class SkyRL(Live):
         return output
 
     def end_step(self) -> None:
-        """As the end of its `router_replay_schedule`."""
+        """Clear, as the end of SkyRL's `router_replay_schedule` does."""
         from skyrl.backends.skyrl_train.utils import replay_utils
 
         replay_utils.clear_router_replay()
@@ -587,19 +588,19 @@ class Native(Live):
         self._source = RouteArrays(ids_TLK.transpose(1, 0, 2), EXPERTS, range(LAYERS))
         first, self._rows = 0, []
         for route in self.batch.routes:
-            # the last token has no route
+            # -1: the last token has no route
             self._rows.append(np.append(np.arange(first, first + len(route)), -1))
             first += len(route)
 
     def forward(self, chunk: Any, samples: range, run: Run) -> torch.Tensor:
-        """Routes of the micro-batch, and a block."""
+        """Make the routes of the micro-batch, and run the pass inside `replaying`."""
         rows_BS = torch.from_numpy(np.concatenate([self._rows[i] for i in samples]))[None]
         with replaying(self.model_routes.microbatch(self._source, rows_BS)):
             return run()
 
 
 class HandWritten:
-    """A step that is written by hand around one of the ways above, on packed sequences.
+    """A hand-written step on packed sequences, which replays in one of the ways above.
 
     Args:
         way: how each forward pass replays.
@@ -619,7 +620,7 @@ class HandWritten:
 
 
 def packed(batch: Batch, samples: range) -> dict[str, Any]:
-    """The model's arguments for one micro-batch: samples one behind the other."""
+    """The model's arguments for one micro-batch: its samples one after the other."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     parts = [batch.tokens[index] for index in samples]
@@ -641,9 +642,9 @@ class InVerl:
     """A step of verl's engine; `forward_backward_batch` and `forward_step` are verl's in every way.
 
     Args:
-        batch: of this rank; its routes are read at the first step.
+        batch: what this rank trains on; the first step reads its routes.
         chunk: the model.
-        way: "live", "verl" (its own calls, on whatever hooks the routers have), "native" or
+        way: "live", "verl" (verl's own calls, on whatever hooks the routers have), "native" or
             "native, plan".
     """
 
@@ -675,7 +676,7 @@ class InVerl:
         self.engine.forward_backward_batch(self._data, self._loss)
 
     def _observed(self, theirs: Callable[..., Any]) -> Callable[..., Any]:
-        """verl's forward step, and before it the count of the routes that it moves."""
+        """verl's forward step, and before it the count of the bytes of routes that verl moves."""
 
         def forward_step(batches: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
             batch = next(batches)
@@ -694,7 +695,7 @@ class InVerl:
 
 
 def natively(theirs: Callable[..., Any], model_routes: ModelRoutes) -> Callable[..., Any]:
-    """verl's forward step inside `replaying`; it has no routes, and asks no router for anything."""
+    """verl's forward step inside `replaying`; verl gets no routes, and sets none in a router."""
 
     def forward_step(batches: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
         batch = next(batches)
@@ -706,17 +707,17 @@ def natively(theirs: Callable[..., Any], model_routes: ModelRoutes) -> Callable[
 
 
 def routes_of(batch: Any, model_routes: ModelRoutes) -> MicrobatchRoutes:
-    """The routes of a micro-batch of verl's, which is on the host still.
+    """The routes of verl's micro-batch, while that is still on the host.
 
-    Rows follow tokens through verl's own packing, so that context parallelism and padding are
-    verl's too. A row is numbered from 1 on that way, since verl pads with zeros.
+    The row ids go through verl's own packing like tokens, and get its context-parallel split and
+    its padding. Rows are numbered from 1 there, since verl pads with zeros.
     """
     from verl.models.mcore.util import preprocess_thd_engine
 
     routes, lengths = batch["routed_experts"], batch["input_ids"].offsets().diff().tolist()
     ids_LTK = routes.values().numpy().transpose(1, 0, 2)
     source = RouteArrays(ids_LTK, EXPERTS, range(LAYERS))
-    # as verl's R3 mask: no route for the last token, nor for a sample without a response
+    # like verl's R3 mask: no route for the last token, nor for a sample without a response
     counts = (routes.offsets().diff() * (batch["response_mask"].sum(-1) > 0)).tolist()
     numbers = [np.zeros(length, np.int64) for length in lengths]
     for row, first, count in zip(numbers, routes.offsets().tolist(), counts, strict=False):
@@ -727,6 +728,6 @@ def routes_of(batch: Any, model_routes: ModelRoutes) -> MicrobatchRoutes:
 
 
 if __name__ == "__main__":
-    from proof.benchmarks import clients  # the ranks import by name
+    from proof.benchmarks import clients  # the ranks import `run_way` by this module's name
 
     sys.exit(clients.BENCH.main())

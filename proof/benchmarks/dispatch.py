@@ -4,9 +4,9 @@
 
 It trains in three ways on the same rollouts at the same load (the routes are those of the live
 router): live, replayed without a plan, and replayed with one. The table has host waits, copies and
-collectives for each MoE layer and pass, and what a step takes relative to the two live steps of its
-round: by the wall clock, and in CPU time of the busiest rank. Exit status 1: a layer with a plan
-waits for something after all.
+collectives for each MoE layer and pass. It also has the time of a step divided by that of the two
+live steps in the same round: wall time, and CPU time of the busiest rank. Exit status 1: a layer
+with a plan waits, or one without a plan does not, so that nothing was counted.
 """
 
 from __future__ import annotations
@@ -70,12 +70,23 @@ def summarise(result: dict[str, Any]) -> Iterator[Row]:
 
 
 def wrong(row: Row) -> str:
-    """With a plan nothing waits, is copied or gathered in a layer; without one, something does."""
+    """With a plan a layer must not wait, copy or gather; without one, it must wait and copy."""
     in_layer = sum(row[name] for name in (WAITS, COPIES, GATHERS))
     if row["mode"] != PLAN:
-        return "" if row[WAITS] >= 1 and row[COPIES] >= 1 else "without a plan nothing waits"
+        return (
+            ""
+            if row[WAITS] >= 1 and row[COPIES] >= 1
+            else "no wait or copy was counted in a layer without a plan"
+        )
     kept = in_layer == 0 and row[PLANS] == (row["ep"] > 1)
-    return "" if kept else "not what a plan promises"
+    return (
+        ""
+        if kept
+        else (
+            f"with a plan: {in_layer:g} waits, copies and gathers in a layer, expected 0; "
+            f"{row[PLANS]:g} gathers of the planner, expected {int(row['ep'] > 1)}"
+        )
+    )
 
 
 BENCH = Bench(
@@ -113,9 +124,9 @@ class Spent:
     """CPU seconds of this rank's threads.
 
     Attributes:
-        planning: of all micro-batches that were planned.
-        plans: how many.
-        checking: what looks at a step before its update (megatron_r3/train/guard.py).
+        planning: spent on planning micro-batches.
+        plans: how many micro-batches were planned.
+        checking: spent by the guard, which checks a step before its update (train/guard.py).
     """
 
     planning: float = 0.0
@@ -124,7 +135,7 @@ class Spent:
 
 
 def timed(rank: int, argv: list[str], microbatch: int, most: int) -> dict[str, Any]:
-    """Train with the ways in turn."""
+    """Train; the ways take turns."""
     rounds, spent = Rounds(most, MODES), Spent()
     parts = _parts_in_turn(spent, rounds)
     result = train_in_turn(argv, rounds, parts, batch=(microbatch, ROLLOUTS), counts=Counter())
@@ -175,6 +186,6 @@ def _parts_in_turn(spent: Spent, rounds: Rounds) -> Any:
 
 
 if __name__ == "__main__":
-    from proof.benchmarks import dispatch  # the ranks import by name
+    from proof.benchmarks import dispatch  # the ranks import `timed` by this module's name
 
     sys.exit(dispatch.BENCH.main())

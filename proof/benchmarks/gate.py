@@ -1,15 +1,15 @@
-"""`make bench-gate`: what the compiler makes of the gate's kernels; no GPU is needed.
+"""`make bench-gate`: the machine code of the gate's kernels; no GPU is needed.
 
     python -m proof.benchmarks.gate --out build/bench/gate.json [--only TEXT]
 
 Each kernel is compiled for a Hopper GPU (sm_90) as it is compiled at run time, for the shapes of
-models, and its machine code is read. Two limits of a GPU are set beside each other: how long an SM
-of an H100 takes to issue the instructions of a row, four a clock, and how long it takes for its
-share of the memory to move the row's bytes. "issue / memory" is their ratio: below 1 the bytes are
-the limit. Nothing here is a measured time.
+models, and its machine code is read. Two times of an SM of an H100 are worked out: "issue", in
+which it issues the instructions of a row, four a clock, and "memory", in which the SM's share of
+the bandwidth moves the row's bytes. Where "issue / memory" is below 1, the bytes are the limit.
+Nothing here is a measured time.
 
-Bytes of a row: of the logits that are gathered, whole sectors of 32 bytes, as many as K experts in
-random places are expected to touch; ids, results and rows that are read whole, as they are.
+Bytes of a row: gathered logits count in whole sectors of 32 bytes, as many sectors as K experts in
+random places are expected to touch. Ids, results and rows that are read whole count as they are.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ BYTES_PER_CLOCK = 3.0e12 / 132 / 1.755e9
 INSTRUCTIONS_PER_CLOCK = 4
 SECTOR = 32
 MEMORY = ("LDG", "STG", "ATOM", "ATOMG", "RED", "REDG")  # instructions that use global memory
-MOST = 0.35  # issue / memory
-# The same of a pass that counts: a sigmoid router works out every score of a row.
+MOST = 0.35  # limit of issue / memory
+# The limit for a pass that counts mismatches; a sigmoid router works out every score of a row.
 MOST_COUNTED = {"softmax": 0.55, "sigmoid": 0.75}
 
 
@@ -65,11 +65,11 @@ class Code(NamedTuple):
     """A kernel's machine code.
 
     Attributes:
-        rows: of a program, which is one warp.
-        registers: of a thread.
+        rows: how many rows a program, which is one warp, works on.
+        registers: how many registers a thread has.
         stack: bytes of a thread that do not fit into registers.
-        instructions: of a warp.
-        accesses: how many of them use global memory, by their names.
+        instructions: how many instructions a warp runs.
+        accesses: how many of the instructions use global memory, by their names.
     """
 
     rows: int
@@ -87,8 +87,8 @@ def compiled(
     Pointers are divisible by 16, as those of new tensors are.
 
     Args:
-        absent: pointers that are None.
-        others: constants that are not those of the kernel's launch.
+        absent: the names of pointers that are None.
+        others: constants that replace those of the kernel's launch.
     """
     import triton
 
@@ -116,7 +116,7 @@ def compiled(
 
 
 def code_of(made: Any, rows: int) -> Code:
-    """What NVIDIA's own tools, which Triton brings, say of a compiled kernel."""
+    """What NVIDIA's own tools, which come with Triton, say of a compiled kernel."""
     import triton
 
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -126,7 +126,9 @@ def code_of(made: Any, rows: int) -> Code:
         usage = _said(tools / "cuobjdump", "-res-usage", file.name)
         listing = _said(tools / "nvdisasm", "-c", file.name)
     lines = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?([A-Z][\w.]*)", listing, re.M)
-    names = [name for name in lines if not name.startswith(("NOP", "BRA"))]  # the padding behind
+    names = [
+        name for name in lines if not name.startswith(("NOP", "BRA"))
+    ]  # the padding at the end
     return Code(
         rows,
         int(re.findall(r"REG:(\d+)", usage)[0]),
@@ -141,7 +143,7 @@ def _said(*argv: str | Path) -> str:
 
 
 def row_bytes(case: Case, kernel: str) -> float:
-    """How many bytes a row moves in a kernel; see above."""
+    """How many bytes a kernel moves for a row, as this file's docstring says."""
     size, ids = {"bf16": 2, "fp32": 4}[case.logits], case.topk * {"u8": 1, "i16": 2}[case.ids]
     row = case.num_experts * size
     sectors = row / SECTOR
@@ -154,7 +156,7 @@ def row_bytes(case: Case, kernel: str) -> float:
 
 
 def measure(args: argparse.Namespace) -> Iterator[Row]:
-    """A row for each kernel of each case; "counted" is the forward pass with what counts first."""
+    """A row for each kernel of each case; "counted" is the counting kernel and the forward one."""
     from megatron_r3.replay.gate.triton_kernels import gate_backward, gate_choose, gate_forward
 
     for name, case in args.cases.items():
@@ -184,7 +186,7 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
             }
 
 
-# A softmax router has no bias; no row is live.
+# The pointers that are None in the counting kernel. No row is live; a softmax has no bias.
 _UNLESS_LIVE = {
     "softmax": ("live_ptr", "used_ptr", "bias_ptr"),
     "sigmoid": ("live_ptr", "used_ptr"),
@@ -192,18 +194,18 @@ _UNLESS_LIVE = {
 
 
 def wrong(row: Row) -> str:
-    """Why a kernel is not what it should be; empty if nothing is wrong."""
+    """What is wrong with a kernel, in words; empty if nothing is."""
     if row["stack"]:
-        return f"{row['stack']} bytes of stack: its numbers do not fit into registers"
+        return f"{row['stack']} bytes of stack: the kernel's values do not fit into registers"
     if not any("128" in name for name in row["accesses"]):
-        return "no access has 16 bytes"
+        return "no load or store moves 16 bytes at once"
     if row["issue_of_memory"] > row["most"]:
-        return f"issue / memory is {row['issue_of_memory']:.2f}; at most {row['most']}"
+        return f"issue / memory is {row['issue_of_memory']:.2f}; the limit is {row['most']}"
     return ""
 
 
 def _widths(row: Row) -> str:
-    """How many loads and stores of each width in bytes: "2x1 2x2 6x16"."""
+    """The loads and stores as COUNTxBYTES, by width, for example "2x1 2x2 6x16"."""
     bytes_of = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
     counts: dict[int, int] = {}
     for name, count in row["accesses"].items():

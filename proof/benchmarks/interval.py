@@ -25,14 +25,14 @@ import numpy as np
 
 Way = TypeVar("Way")
 CONFIDENCE = 0.99
-# after how many values a benchmark looks whether it can tell a difference; 8 is the smallest number
-# whose extremes are an interval at 99 % (2 / 2**8 = 0.8 %)
+# The numbers of values after which a benchmark looks whether it can tell a difference. 8 is the
+# smallest number whose extremes are an interval at 99 % (2 / 2**8 = 0.8 %).
 LOOKS = (8, 16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True)
 class Median:
-    """The median of Hodges and Lehmann of some ratios, and the interval of the true one.
+    """The Hodges-Lehmann median of some ratios, and the interval in which the true ratio lies.
 
     Attributes:
         median: of the geometric means of all pairs.
@@ -51,12 +51,12 @@ class Median:
         """Whether a ratio is known to differ from 1: the interval is narrower than the difference.
 
         Example: 0.93 with (0.91, 0.95) tells, because 0.04 < 0.07. 0.97 with (0.93, 1.02) does not.
-        The interval then lies on one side of 1, since it contains the median.
+        The interval of a ratio that tells lies on one side of 1, since it contains the median.
         """
         return self.high - self.low < abs(self.median - 1.0)
 
     def record(self) -> dict[str, Any]:
-        """What a record holds: the fields, and `tells`; a bound that does not exist is None."""
+        """The fields and `tells`, for a record; a bound that is infinite here is None there."""
         bounds = {"low": self.low, "high": self.high}
         finite = {
             name: value if abs(value) != float("inf") else None for name, value in bounds.items()
@@ -68,8 +68,8 @@ def median_of(values: Sequence[float], confidence: float = CONFIDENCE) -> Median
     """The ratio that Hodges and Lehmann take from some ratios, and its interval.
 
     Args:
-        values: ratios above 0, at least one; for steps of a benchmark, of neighbours.
-        confidence: the interval has the true ratio in it with at least this chance.
+        values: ratios above 0, at least one; for steps of a benchmark, ratios of neighbours.
+        confidence: the interval contains the true ratio with at least this chance.
 
     Raises:
         ValueError: there is no value.
@@ -108,7 +108,7 @@ def enough(comparisons: Sequence[Sequence[float]], most: int) -> bool:
 
     Args:
         comparisons: the ratios of each comparison so far; all have the same number of values.
-        most: at this number of values it stops, although it cannot tell.
+        most: the number of values at which the benchmark stops even if it cannot tell.
 
     Returns:
         True at `most`, and at one of `LOOKS` if every comparison tells.
@@ -120,10 +120,10 @@ def enough(comparisons: Sequence[Sequence[float]], most: int) -> bool:
 
 
 def shown(record: Mapping[str, Any]) -> str:
-    """The cell of a table for a ratio: the number with its interval, or that nobody can tell.
+    """The cell of a table for a ratio: the number with its interval, or "cannot tell".
 
     Args:
-        record: what `Median.record` made, also after a detour through JSON.
+        record: what `Median.record` made, also when it was read from JSON.
 
     Returns:
         For example "0.930 (0.911 to 0.952)", "cannot tell (0.970 to 1.030)", or "cannot tell (3
@@ -139,14 +139,14 @@ def shown(record: Mapping[str, Any]) -> str:
 
 
 def turn(ways: Sequence[Way], number: int) -> list[Way]:
-    """The order of the ways in a round: turned by one place in every second round, else mirrored.
+    """The order of the ways in a round: rotated by one place every second round, else mirrored.
 
     Every way is in every place equally often, and before a neighbour as often as behind it. Three
     ways a, b, c have all six orders in six rounds: abc cba bca acb cab bac.
 
     Args:
         ways: what is measured.
-        number: of the round, from 0.
+        number: the number of the round, from 0.
     """
     start = number // 2 % len(ways)
     turned = [*ways[start:], *ways[:start]]

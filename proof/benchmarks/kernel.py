@@ -1,18 +1,18 @@
-"""Weights and map of replayed experts, as one kernel and otherwise.
+"""Times the replayed gate: the weights and the routing map of given experts.
 
     python -m proof.benchmarks.kernel --out build/bench/kernel.json [--megatron DIR]
     python -m proof.benchmarks.kernel --out build/bench/kernel.json --device cpu --rehearse
 
-It times, forward and backward, the kernel and four ways to compare it with: (a) the chain of torch
-calls that Megatron-LM runs under replay (with --megatron Megatron's own function); (b) that chain
-under torch.compile; (c) Transformer Engine's fused gate, where it is installed: its top-k is live,
-over all experts, and for a model with groups of experts also with its groups; (d) copies of the
-same bytes. All are timed in turn in one run, with the caches flushed before each call, until the
+It times the kernel, forward and backward, beside four other ways: (a) the chain of torch calls that
+Megatron-LM runs under replay (with --megatron Megatron's own function); (b) that chain under
+torch.compile; (c) Transformer Engine's fused gate, if it is installed, with its live top-k over all
+experts, and for a model with groups of experts also with these groups; (d) copies of the same
+bytes. All ways are timed in turn in one run, with the caches flushed before each call, until the
 kernel's ratios to (a), (c) and (d) can be told from 1, or to the largest number of rounds. A ratio
-is the median over rounds, with its interval at 99 %; one that does not differ from 1 by more than
-its interval is wide is shown with "cannot tell". The benchmark needs torch and Triton alone. A
-rehearsal runs the plain reference on tiny shapes; its times say nothing. The exit status is 1 if
-two ways do not agree.
+is the median over rounds, with its interval at 99 %. A ratio whose interval is wider than its
+distance from 1 is shown as "cannot tell". The benchmark needs torch and Triton alone. A rehearsal
+runs the plain reference on tiny shapes; its times say nothing. The exit status is 1 if two ways do
+not agree.
 
 Shape suffixes (docs/glossary.md): T, E.
 """
@@ -46,7 +46,7 @@ from proof.benchmarks.machine import device_of, machine_of, write_results
 from proof.benchmarks.timer import Timer, Times, ratio_of
 
 TOKENS = (1024, 4096, 16384, 65536)
-# a ratio below 1 is a way that is faster than the one it is compared with
+# for each ratio the way that the others are compared with; below 1 is faster than that way
 RATIOS = {"of_unfused": UNFUSED, "of_te": TE, "of_copies": FLOOR}
 COLUMNS = {
     **{name: text(name) for name in ("model", "dtype", "tokens", "pass", "way")},
@@ -62,7 +62,7 @@ COLUMNS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Time every model, number of tokens, way and pass; write after each of them."""
+    """Time every model, number of tokens, way and pass; write the record after each number."""
     args = _arguments(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
         print("error: no CUDA device here; --device cpu --rehearse runs it all", file=sys.stderr)
@@ -87,7 +87,9 @@ def main(argv: list[str] | None = None) -> int:
     wrong = [row for row in rows if not row.get("agrees", True)]
     for row in wrong:
         what = (
-            "replayed, not what it computes" if row["way"] in OF_OTHERS else "not what (a) computes"
+            "the kernel computes other weights for its experts"
+            if row["way"] in OF_OTHERS
+            else "its results are not those of (a)"
         )
         print(f"error: {row['model']}, {row['way']}: {what}", file=sys.stderr)
     return 1 if wrong else 0
@@ -102,14 +104,14 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=MODELS, help="default: all")
     args = parser.parse_args(argv)
     if args.device == "cpu" and not args.rehearse:
-        parser.error("--device cpu: only with --rehearse, there is no kernel on a CPU")
+        parser.error("--device cpu needs --rehearse: there is no kernel on a CPU")
     return args
 
 
 def timed(
     inputs: Inputs, timer: Timer, args: argparse.Namespace, most: int
 ) -> list[dict[str, Any]]:
-    """A row for each way and pass, with its ratios; and one for each way that did not run."""
+    """A row for each way and pass, with its ratios, and a row for each way that did not run."""
     compiler = "aot_eager" if args.rehearse else "inductor"
     calls: dict[str, dict[str, Any]] = {
         direction: {FLOOR: call} for direction, call in floor(inputs).items()
@@ -174,8 +176,8 @@ def _spread(times_us: list[float]) -> dict[str, float]:
 def _checked(name: str, outputs: dict[str, tuple[torch.Tensor, ...]], inputs: Inputs) -> bool:
     """Whether a way computes what (a) computes.
 
-    Transformer Engine's top-k is live, so its experts are others than the recorded ones. The
-    kernel then replays the experts that Transformer Engine chose, and must get its weights.
+    Transformer Engine's top-k is live and takes other experts than the recorded ones. So there the
+    kernel replays the experts that Transformer Engine chose, and must compute the same weights.
     """
     if name not in OF_OTHERS:
         return agree(outputs[name], outputs[UNFUSED], inputs.upstream_TE)

@@ -1,4 +1,4 @@
-"""The ways to compute a router's weights and map that `proof.benchmarks.kernel` compares, and how.
+"""The ways to compute a router's weights and map, which `proof.benchmarks.kernel` compares.
 
 They need torch, and Triton where there is a GPU. Megatron-LM and Transformer Engine are needed only
 by the ways that call their functions.
@@ -31,15 +31,15 @@ Gate = Callable[[Tensor], tuple[Tensor, Tensor]]  # logits to probabilities and 
 
 @dataclass(frozen=True)
 class Model:
-    """What a router of a model asks for, in Megatron's terms."""
+    """The router of a model, in Megatron's terms."""
 
     num_experts: int
     topk: int
     score_function: str
     dtype: torch.dtype
     scaling_factor: float | None = None
-    biased: bool = False  # it has an expert bias, which takes part in choosing only
-    num_groups: int | None = None  # experts are chosen from `group_topk` groups of so many
+    biased: bool = False  # an expert bias, which is used to choose experts only
+    num_groups: int | None = None  # the experts come from `group_topk` of so many groups
     group_topk: int | None = None
 
 
@@ -58,7 +58,7 @@ class Inputs:
     Attributes:
         logits_TE: random, in the dtype of the model's router.
         upstream_TE: the gradient of the probabilities.
-        ids_TK: recorded experts, in the integer dtype in which a microbatch keeps them.
+        ids_TK: recorded experts, in the integer dtype that a micro-batch's routes have.
         bias_E: the expert bias, or None for a model without one.
     """
 
@@ -72,7 +72,7 @@ class Inputs:
         self.model = model
         self.logits_TE = normal().requires_grad_()
         self.upstream_TE = normal()
-        # sampled with other weights: most, not all, are what top-k would choose
+        # as if sampled with other weights: top-k would choose most of these experts, not all
         drifted_TE = self.logits_TE.detach().float() + 0.05 * normal().float()
         ids_dtype = torch.uint8 if model.num_experts <= 256 else torch.int16
         self.ids_TK = drifted_TE.topk(model.topk, dim=1).indices.to(ids_dtype)
@@ -86,15 +86,15 @@ def ways(inputs: Inputs, megatron: Path | None, compiler: str) -> dict[str, Gate
 
     Args:
         inputs: what every way is called with.
-        megatron: a tree whose own function is (a). None: (a) is the same chain of calls, from here.
+        megatron: a tree whose own function is (a). None: (a) is the same chain, written here.
         compiler: the backend of torch.compile.
 
     Returns:
-        Functions from logits to probabilities and map; or why a way cannot run, in words.
+        For each way a function from logits to probabilities and map, or why the way cannot run.
     """
     unfused = _of_megatron(inputs, megatron) if megatron else unfused_of(inputs)
-    # every call compiles once more; at its limit of recompilations torch.compile gives up without
-    # a word, and (b) would be (a)
+    # Every call of this function compiles once more. At its limit of recompilations torch.compile
+    # silently runs the plain code, and (b) would be (a).
     torch._dynamo.reset()
     # a compiled backward may reuse saved buffers for its output, and then runs only once
     torch._functorch.config.donated_buffer = False
@@ -108,7 +108,7 @@ def ways(inputs: Inputs, megatron: Path | None, compiler: str) -> dict[str, Gate
 
 
 def replay_of(map_TE: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Probabilities, gradient and map of the kernel, when it replays the experts of a map."""
+    """Probabilities, gradient and map of the kernel that replays the experts of `map_TE`."""
     ids_TK = map_TE.int().topk(inputs.model.topk, dim=1).indices.to(inputs.ids_TK.dtype)
     probs_TE, replayed_TE = kernel_of(inputs, ids_TK)(inputs.logits_TE)
     (gradient_TE,) = torch.autograd.grad(probs_TE, inputs.logits_TE, inputs.upstream_TE)
@@ -116,7 +116,7 @@ def replay_of(map_TE: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def floor(inputs: Inputs) -> dict[str, Callable[[], Any]]:
-    """(d) plain fills and gathers of the bytes that each pass must move.
+    """(d): plain fills and gathers of the bytes that each pass must move.
 
     The forward pass reads the logits of the given experts and writes probabilities and map; the
     backward pass reads these logits and their gradient, and writes a gradient.
@@ -140,7 +140,7 @@ def floor(inputs: Inputs) -> dict[str, Callable[[], Any]]:
 
 
 def kernel_of(inputs: Inputs, ids_TK: Tensor | None = None) -> Gate:
-    """The kernel, or the plain reference without one; with the recorded ids or with `ids_TK`."""
+    """The kernel (on a CPU the plain reference) with the recorded ids, or with `ids_TK`."""
     ids_TK = inputs.ids_TK if ids_TK is None else ids_TK
     options = GateOptions(
         score_function=inputs.model.score_function, scaling_factor=inputs.model.scaling_factor
@@ -182,7 +182,7 @@ def unfused_of(inputs: Inputs) -> Gate:
 
 
 class _Replay:
-    """What Megatron asks for the experts of a router: the protocol of its `RouterReplay`."""
+    """Gives Megatron's router the recorded experts, by the method of Megatron's `RouterReplay`."""
 
     def __init__(self, ids_TK: Tensor) -> None:
         self.ids_TK = ids_TK
@@ -205,9 +205,9 @@ def _of_megatron(inputs: Inputs, tree: Path) -> Gate:
 
 
 def _of_transformer_engine(inputs: Inputs, groups: dict[str, int | None]) -> Gate | str:
-    """Transformer Engine's fused gate with its live top-k, as it cannot replay.
+    """Transformer Engine's fused gate with live top-k: Transformer Engine cannot replay.
 
-    The arguments are those of transformer_engine/pytorch/router.py, 2.16.1, all of them by name.
+    All arguments are given by name, as in transformer_engine/pytorch/router.py of 2.16.1.
     """
     missing = no_transformer_engine()
     if missing:
@@ -225,7 +225,7 @@ def _of_transformer_engine(inputs: Inputs, groups: dict[str, int | None]) -> Gat
 
 
 def _options(inputs: Inputs) -> dict[str, Any]:
-    """Options that have the same names in Megatron and in Transformer Engine."""
+    """The options whose names are the same in Megatron and in Transformer Engine."""
     return {
         "score_function": inputs.model.score_function,
         "scaling_factor": inputs.model.scaling_factor,
@@ -234,7 +234,7 @@ def _options(inputs: Inputs) -> dict[str, Any]:
 
 
 def agree(got: tuple[Tensor, ...], want: tuple[Tensor, ...], upstream_TE: Tensor) -> bool:
-    """Whether probabilities, gradient and map are the same, but for rounding.
+    """Whether probabilities and gradient are the same but for rounding, and maps are equal.
 
     Args:
         got, want: probabilities, gradient of the logits, and map, each `[T, E]`.

@@ -1,4 +1,4 @@
-"""Steps of MoE layers: live, replayed, planned, with a fused gate.
+"""Times steps of MoE layers: live, replayed, with a dispatch plan, with the fused gate.
 
     python -m proof.benchmarks.layers --megatron TREE --out build/bench/layers.json
     python -m proof.benchmarks.layers --megatron TREE --out RESULTS --model DeepSeek-V3 --spec te
@@ -7,16 +7,16 @@
 TREE is a patched Megatron-LM of 0.19. One process runs a few layers of a model in its real sizes,
 with a small vocabulary. The routes are those that the live routers of the same weights choose for
 the same batch, so that all ways have the same load. Steps of all ways alternate in one run, and
-each stands next to a step of the way that it is compared with; the way "live" is compared with live
-steps, which says what two equal steps differ by. A ratio is a median with its interval at 99 %; one
-that does not differ from 1 by more than its interval is wide is shown with "cannot tell".
+each stands next to a step of the way that it is compared with. The way "live" is compared with live
+steps, which shows how much two equal steps differ. A ratio is a median with its interval at 99 %. A
+ratio whose interval is wider than its distance from 1 is shown as "cannot tell".
 
 With `--spec local` attention is unfused and the host launches every expert, so a step is longer
 than with Transformer Engine (`--spec te`), and ratios are nearer to 1. The benchmark needs torch,
 Triton, and what TREE imports (numpy, packaging). A rehearsal runs tiny layers, whatever sizes are
-asked for, with the plain reference of the gate; its times say nothing. Each case is written as soon
-as it is measured, under a name that says the slice: "layers Qwen3-30B-A3B te 8192". The
-exit status is 1 if loss or router gradients of a way are not those of live, and 77 if there is no
+asked for, with the plain reference of the gate; its times say nothing. The record is written after
+each measurement; its name has model, spec and sequence: "layers Qwen3-30B-A3B te 8192". The exit
+status is 1 if loss or router gradients of a way are not those of live, and 77 if there is no
 Transformer Engine for `--spec te`.
 """
 
@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     start(cuda)
     stack = Stack(model, sizes, args.spec, cuda)
     name = _name(args)
-    # on a CPU the routers see no kernel, and would not take the fused path
+    # on a CPU there is no kernel, and routers would not take the fused path
     with nullcontext() if cuda else substitute_gate(replayed_gate_reference):
         stack.record()
         record = {**machine_of(), **device_of(args.device), "rehearsal": args.rehearse}
@@ -108,20 +108,20 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", choices=MODELS, default=next(iter(MODELS)))
     parser.add_argument("--spec", choices=SPECS, default="local", help="te: Transformer Engine")
     parser.add_argument(
-        "--rounds", type=int, help="at most so many pairs of steps (default: 64; rehearsal: 3)"
+        "--rounds", type=int, help="the most pairs of steps (default: 64; rehearsal: 3)"
     )
     parser.add_argument(
         "--seconds",
         type=float,
         default=180.0,
-        help="no round begins that would end later, without and with recompute (default: 180)",
+        help="the most seconds without recompute, and again with it (default: 180)",
     )
     for field in fields(Sizes):
         flag = "--" + field.name.replace("_", "-")
         parser.add_argument(flag, type=int, help="default: that of the model")
     args = parser.parse_args(argv)
     if args.device == "cpu" and not args.rehearse:
-        parser.error("--device cpu: only with --rehearse, a CPU's times say nothing here")
+        parser.error("--device cpu needs --rehearse: a CPU's times say nothing here")
     args.rounds = args.rounds or (3 if args.rehearse else 64)
     if args.rounds < 2:
         parser.error("--rounds: at least 2")
@@ -134,7 +134,7 @@ def _given(args: argparse.Namespace) -> dict[str, int]:
 
 
 def _name(args: argparse.Namespace) -> str:
-    """The name of the record: "layers Qwen3-30B-A3B te 8192", and what is not as in the model."""
+    """The name of the record: "layers Qwen3-30B-A3B te 8192", then sizes unlike the model's."""
     usual = asdict(MODELS[args.model].sizes)
     name = f"layers {args.model} {args.spec} {args.sequence or usual['sequence']}"
     other = {n: v for n, v in _given(args).items() if n != "sequence" and v != usual[n]}
@@ -143,9 +143,10 @@ def _name(args: argparse.Namespace) -> str:
 
 def _import_tree(tree: Path, cuda: bool) -> None:
     """Import Megatron from the tree; on a CPU under `megatron_r3.cpu`, which lets it run there."""
-    # must be set before CUDA starts: torch.use_deterministic_algorithms asks for it
+    # torch.use_deterministic_algorithms needs this variable; it must be set before CUDA starts
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # sizes of experts change from step to step; without it freed memory would not fit the next
+    # Experts get other numbers of tokens in each step; without this variable, freed memory would
+    # be too fragmented for the next step.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     sys.path.insert(0, str(tree))
     if not cuda:
@@ -157,9 +158,11 @@ def _import_tree(tree: Path, cuda: bool) -> None:
 
     core = Path(str(megatron.core.__file__)).resolve().parent
     if tree not in core.parents:
-        raise SystemExit(f"error: {tree} has no megatron.core: it was imported from {core}")
+        raise SystemExit(
+            f"error: --megatron {tree} has no megatron.core: {core} was imported instead"
+        )
     if "moe_router_replay" not in (core / "transformer" / "transformer_config.py").read_text():
-        raise SystemExit(f"error: {tree} is not patched")
+        raise SystemExit(f"error: {tree} is not patched: make apply MEGATRON={tree}")
 
 
 def _version() -> str:
@@ -171,7 +174,7 @@ def _version() -> str:
 def measured(
     stack: Stack, args: argparse.Namespace, keep: Callable[[list[dict[str, Any]]], Any]
 ) -> list[dict[str, Any]]:
-    """A row for each way, without and with recompute; `keep` gets all rows after each part."""
+    """A row for each way, without and with recompute; `keep` gets all rows at every change."""
     waits = measure.Waits(stack)
     if waits.broken:
         stack.skipped["host waits"] = waits.broken
@@ -198,8 +201,8 @@ def _parts(
     waits: measure.Waits,
     add: Callable[[measure.Found], None],
 ) -> None:
-    """What is measured without recompute, or with it; `add` gets each part as it is there."""
-    # what rounding explains: bfloat16 has 8 bits, and the loss is a mean over many tokens
+    """Measure without recompute, or with it; `add` gets the values of each measurement."""
+    # tolerances that rounding explains: bfloat16 has 8 bits; the loss is a mean of many tokens
     add(measure.check(stack, recompute, (1e-3, 2e-2) if stack.cuda else (1e-6, 1e-4)))
     add(waits.count(recompute))
     if stack.cuda:
@@ -210,14 +213,14 @@ def _parts(
 
 
 def _out_of_memory(part: Callable[[], None]) -> str | None:
-    """Run a part; say how much memory it had, if that was too little."""
+    """Run a part; if memory runs out, return a reason with what the tensors took."""
     try:
         part()
         return None
     except torch.OutOfMemoryError:
         used = torch.cuda.max_memory_allocated() / 2**30
         reason = f"out of memory, with {used:.1f} GiB of tensors"
-    # only here is the step's graph gone, which the error's traceback held
+    # outside of `except`, because the error's traceback holds the graph of the step
     gc.collect()
     torch.cuda.empty_cache()
     return reason

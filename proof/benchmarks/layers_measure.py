@@ -20,8 +20,8 @@ Found = dict[str, dict[str, Any]]  # what was measured, by the name of the way
 PER_LAYER, PAGEABLE = "host waits per layer", "pageable copies to the device"
 SYNCHRONISE = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 TO_HOST = "Memcpy DtoH"
-# CUDA may make the host wait in such a copy, if it is larger than 64 KiB, without any of the calls
-# above
+# A copy from pageable memory, in which CUDA may make the host wait without any of the calls above,
+# if the copy is larger than 64 KiB.
 FROM_PAGEABLE = "Memcpy HtoD (Pageable"
 
 
@@ -49,18 +49,18 @@ def _counted_calls(counts: Counter[str], stack: Stack) -> Iterator[None]:
 def check(stack: Stack, recompute: bool, tolerances: tuple[float, float]) -> Found:
     """Compare what every way computes with what live computes.
 
-    Deterministic algorithms of torch are on here, so that torch adds all sums in one order; they
-    are off when steps are timed. A step of live is taken twice: if its two losses are the same to
-    the bit, as without Transformer Engine they are, those of unfused replay must be too.
+    Torch's deterministic algorithms are on here, so that torch adds every sum in one order; they
+    are off when steps are timed. A live step is taken twice. If its two losses are bitwise equal,
+    as they are without Transformer Engine, then unfused replay must give the same loss, bitwise.
 
     Args:
-        tolerances: how far a loss may be from that of live as a share of it, for a fused way and
-            where two live steps differ; and the same of router gradients.
+        tolerances: the largest relative distance from live that is allowed: first of the loss, for
+            a fused way and where two live steps differ; then of the router gradients.
 
     Returns:
-        For each way how far loss and router gradients are from those of live, how far two live
-        steps are from each other ("repeat_error"), how many tokens live routers would have sent
-        elsewhere ("mismatched", None for a way that does not count them), and "agrees".
+        For each way the relative distances of loss and router gradients from live, the distance of
+        two live losses ("repeat_error"), the (token, layer) pairs for which live routers differ
+        ("mismatched", None for a way that does not count them), and "agrees".
 
     Raises:
         AssertionError: a step did not run as its name says.
@@ -91,8 +91,8 @@ def _check(stack: Stack, recompute: bool, tolerances: tuple[float, float]) -> Fo
             "agrees": loss_error <= allowed and gradient_error <= tolerances[1],
         }
         if way.fused and not way.replays:
-            # Another top-k, which takes other experts among equal bfloat16 logits. So only the
-            # loss, which few of them change, is compared.
+            # Transformer Engine's top-k takes other experts among equal bfloat16 logits. They are
+            # few and hardly change the loss, so only the loss is compared.
             found[name]["agrees"] = loss_error <= 10 * tolerances[0]
     return found
 
@@ -103,7 +103,7 @@ def _distance(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def _checked_step(stack: Stack, name: str, recompute: bool) -> tuple[torch.Tensor, Any]:
-    """A step, of which the passes of routers and of the fused gate are counted."""
+    """Take a step, and assert how often the routers and the fused gate ran in it."""
     calls: Counter[str] = Counter()
     way = stack.ways[name]
     with _counted_calls(calls, stack):
@@ -121,10 +121,10 @@ def timed(
     """Step times of each way, each next to a step of the way that it is compared with.
 
     Every round takes all ways in turn. In odd rounds the way goes before its neighbour, in even
-    rounds after it, so that a machine that slows down or speeds up favours neither. Two rounds
-    before the ones that count warm up. It stops when every way but live, which is compared with
-    itself, can be told from its neighbour, after `most` rounds, or when the next rounds would end
-    later than `seconds` from now.
+    rounds after it, so that a machine that slows down or speeds up favours neither. The first two
+    rounds warm up and do not count. The timing stops when every way but live, which is compared
+    with itself, can be told from its neighbour; after `most` rounds; or when one more round would
+    end later than `seconds` after the start.
 
     Args:
         keep: gets what was found so far, at each look.
@@ -153,7 +153,7 @@ def _timed_step(stack: Stack, way: Any, recompute: bool) -> float:
     begin = time.perf_counter()
     stack.step(way, recompute)
     if stack.cuda:
-        torch.cuda.synchronize()  # and so the next step begins with an empty queue
+        torch.cuda.synchronize()  # so that the next step begins with an empty queue
     return time.perf_counter() - begin
 
 
@@ -166,7 +166,7 @@ def _summary(pairs: list[tuple[float, float]]) -> dict[str, Any]:
 
 
 def peak_memory(stack: Stack, recompute: bool) -> Found:
-    """The most memory that a step of each way allocates: in all, and above what it began with."""
+    """The peak of allocated memory in a step of each way: in all, and above that at its start."""
     memory = {}
     for name, way in stack.ways.items():
         stack.gpt.zero_grad(set_to_none=True)
@@ -184,11 +184,10 @@ class Waits:
     """Counts host waits and copies to the host of single steps.
 
     On CUDA these are what the profiler sees in the whole step. On a CPU they are what the code of
-    MoE layers would do on CUDA (see `proof.benchmarks.waits`); torch stays instrumented from then
-    on.
+    MoE layers would do on CUDA (see `proof.benchmarks.waits`); torch then stays instrumented.
 
     Attributes:
-        broken: what the profiler does not see, so that its counts would mean nothing; or None.
+        broken: which calls the profiler misses, so that its counts would be void; None if none.
     """
 
     def __init__(self, stack: Stack) -> None:
@@ -197,9 +196,9 @@ class Waits:
         self._count = _profiled if stack.cuda else _instrumented(stack)
 
     def count(self, recompute: bool) -> Found:
-        """The counts of a step of each way, and waits for each pass of a MoE layer.
+        """The counts of a step of each way, and its waits for each pass of a MoE layer.
 
-        They are None, all of them, if the profiler is broken.
+        All of these are None if the profiler is broken.
         """
         if self.broken:
             none = dict.fromkeys((WAITS, PER_LAYER, COPIES, PAGEABLE))
@@ -219,13 +218,13 @@ class Waits:
 def _instrumented(stack: Stack) -> Callable[[Callable[[], None]], dict[str, int]]:
     counts: Counter[str] = Counter()
     instrument(counts)
-    # `instrument` knows of a tensor whether it is on the host only if it saw how it was made, so
-    # the plan is made again
+    # `instrument` knows a tensor's place only if the tensor was made after it, so the plan is made
+    # again.
     stack.plan()
     for layer in stack.layers:
         for name in ("sort_input_by_local_experts", "restore_output_by_local_experts"):
             if hasattr(layer.token_dispatcher, name):
-                # Megatron makes it on `permute_idx_device`: the CPU without moe_permute_fusion
+                # a tensor on `permute_idx_device`, which is the CPU without moe_permute_fusion
                 mark_host(getattr(layer.token_dispatcher, name))
 
     def counted(step: Callable[[], None]) -> dict[str, int]:
@@ -237,14 +236,14 @@ def _instrumented(stack: Stack) -> Callable[[Callable[[], None]], dict[str, int]
 
 
 def _broken_profiler() -> str | None:
-    """What the profiler misses of one read of one number, beside an empty profile."""
+    """What the profiler misses when one number is read; None if it sees the wait and the copy."""
     one = torch.ones(1, device="cuda")
-    _profile(lambda: None)  # the first profile also has the start of the profiler's own parts
+    _profile(lambda: None)  # the first profile also contains the profiler's own start
     read = _profile(lambda: one.item())
     read.subtract(_profile(lambda: None))
     if read[WAITS] >= 1 and read[COPIES] == 1:
         return None
-    return f"the profiler sees {read[WAITS]} waits and {read[COPIES]} copies where a number is read"
+    return f"the profiler sees {read[WAITS]} waits and {read[COPIES]} copies when a number is read"
 
 
 def _profiled(step: Callable[[], None]) -> dict[str, int]:

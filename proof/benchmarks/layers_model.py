@@ -24,7 +24,7 @@ SPECS = ("local", "te")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the layers, and of the microbatch that goes through them."""
+    """Sizes of the layers, and of the micro-batch that goes through them."""
 
     layers: int
     hidden: int
@@ -39,14 +39,14 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Model:
-    """A slice of a model: its sizes, and what Megatron calls the rest of it.
+    """A slice of a model: its sizes, and the other fields of Megatron's config.
 
     Attributes:
-        sizes: those of a run on a GPU; every layer is a MoE layer.
-        tiny: those of a rehearsal, on a CPU.
-        config: further fields of the config, the same in a rehearsal.
-        large: further fields that a rehearsal replaces by `small`.
-        latent: the attention is multi-latent (MLA).
+        sizes: the sizes of a run on a GPU; every layer is a MoE layer.
+        tiny: the sizes of a rehearsal, on a CPU.
+        config: further fields of Megatron's config, the same in a rehearsal.
+        large: further fields of a run on a GPU; a rehearsal has `small` in their place.
+        latent: whether attention is multi-latent (MLA).
     """
 
     sizes: Sizes
@@ -95,13 +95,13 @@ MODELS = {
 
 
 def make_config(model: Model, sizes: Sizes, spec: str, cuda: bool, **options: Any) -> Any:
-    """A config of Megatron; each step sets its recompute.
+    """Megatron's config of the model, to which each step sets its recompute.
 
     The local spec needs neither Transformer Engine nor apex. With Transformer Engine the options
     are those of a training script: grouped GEMMs, fused permutation, fused SwiGLU, fused rotary
     embedding (not for MLA, where Megatron calls it experimental). Weight gradients are not
-    accumulated into `main_grad`, because there is no DDP here that would make it. Further options
-    replace these.
+    accumulated into `main_grad`, because there is no DDP here that would make it. `options` replace
+    other fields.
     """
     from megatron.core.transformer.transformer_config import (
         MLATransformerConfig,
@@ -167,7 +167,7 @@ def make_model(model: Model, sizes: Sizes, config: Any, spec: str) -> Any:
 
 
 class CausalAttention(torch.nn.Module):
-    """The core of MLA on the local spec, by torch's own scaled_dot_product_attention.
+    """The core attention of MLA on the local spec: torch's scaled_dot_product_attention.
 
     Megatron's local core attention (megatron/core/transformer/dot_product_attention.py, 0.19) does
     not take heads whose keys are wider than their values.
@@ -190,14 +190,14 @@ class CausalAttention(torch.nn.Module):
 
 @dataclass(frozen=True)
 class Way:
-    """How a step is routed, and which way it is compared with.
+    """How a step is routed, and with which way it is compared.
 
     Attributes:
-        beside: the name of the way that it is compared with, whose steps stand next to its own.
-        replays: the routers take the recorded routes. False: they are live.
-        plan: the dispatcher takes its split sizes from a plan.
-        fused: the routers try the fused gate; of a live way, Transformer Engine's fused top-k.
-        counted: the mismatch with live routing is measured for every token.
+        beside: the name of the way that this one is compared with; their steps are neighbours.
+        replays: whether the routers take the recorded routes, or are live.
+        plan: whether the dispatcher takes its split sizes from a plan.
+        fused: whether routers try the fused gate; in a live way, Transformer Engine's fused top-k.
+        counted: whether the mismatch with live routing is measured, for every token.
     """
 
     beside: str
@@ -207,7 +207,7 @@ class Way:
     counted: bool = False
 
 
-# the way "live" is compared with itself: that is what two equal steps differ by
+# The way "live" is compared with itself, which shows how much two equal steps differ.
 WAYS = {
     "live": Way("live", replays=False),
     "replay": Way("live"),
@@ -225,7 +225,7 @@ TE_WAYS = {
 
 
 def ways_of(config: Any, spec: str) -> tuple[dict[str, Way], dict[str, str]]:
-    """The ways that a model has, and why it has not the others, by name."""
+    """The ways that a model can run, and why it cannot run the others, by name."""
     ways, skipped = dict(WAYS), {}
     if spec == "te":
         ways |= TE_WAYS
@@ -233,12 +233,12 @@ def ways_of(config: Any, spec: str) -> tuple[dict[str, Way], dict[str, str]]:
         skipped[LIVE_FUSED] = "the fused live router is Transformer Engine's"
     if config.moe_router_group_topk:
         del ways["fused, counted"]
-        skipped["fused, counted"] = "the fused gate counts over all experts, and knows no groups"
+        skipped["fused, counted"] = "the fused gate counts over all experts, without groups"
     return ways, skipped
 
 
 def start(cuda: bool, meeting: str = "", rank: int = 0, size: int = 1) -> None:
-    """Make process groups, of one rank or of as many as share the experts, and random streams.
+    """Make process groups of `size` ranks, which share the experts, and seed the random streams.
 
     Args:
         cuda: whether the ranks have a GPU.
@@ -267,16 +267,16 @@ def start(cuda: bool, meeting: str = "", rank: int = 0, size: int = 1) -> None:
 class Stack:
     """A model, one batch, and the routes that its live routers take for it.
 
-    One model serves all ways, because two do not fit on every GPU. A step changes only what is read
-    at each pass: full recompute and the fused live router in the config, and whether the hook of a
-    router tries the fused gate.
+    One model serves all ways, because two do not fit on every GPU. A step sets only what Megatron
+    reads in each pass: full recompute and the fused live router in the config, and whether the hook
+    of a router tries the fused gate.
 
     Attributes:
-        ways: by name; `skipped` says why the model has not the others.
-        route_bytes: how many bytes the ids of one microbatch take on the device: uint8, or int16
+        ways: the ways by name; `skipped` says why the model cannot run the others.
+        route_bytes: how many bytes the ids of one micro-batch take on the device: uint8, or int16
             above 256 experts.
-        route_bytes_measured: how much more the allocator of CUDA has given out when they are there
-            (it rounds up to 512 bytes); None on a CPU.
+        route_bytes_measured: by how much the ids raised the memory that CUDA's allocator has given
+            out, which rounds up to 512 bytes; None on a CPU.
     """
 
     def __init__(self, model: Model, sizes: Sizes, spec: str, cuda: bool) -> None:
@@ -285,7 +285,7 @@ class Stack:
         self.sizes, self.spec, self.cuda = sizes, spec, cuda
         self.config = make_config(model, sizes, spec, cuda)
         assert self.config.moe_router_replay_fused_gate
-        # else live routers would take Transformer Engine's fused gate, where it is installed
+        # if this stayed True, live routers would take Transformer Engine's fused gate
         self.config.moe_router_fusion = False
         self.ways, self.skipped = ways_of(self.config, spec)
         self.gpt = make_model(model, sizes, self.config, spec)
@@ -294,17 +294,19 @@ class Stack:
         assert len(self.routers) == sizes.layers
         assert all(router.router_replay.fused for router in self.routers)
         grouped = type(self.layers[0].experts).__name__ == "TEGroupedMLP"
-        assert grouped == (spec == "te"), "the experts are not those of the spec"
+        assert grouped == (spec == "te"), (
+            f"--spec {spec}: the experts are {type(self.layers[0].experts).__name__}"
+        )
         self._batch = _batch(sizes)
 
     def record(self) -> None:
-        """Keep what the live routers choose. Call it once, before the first replayed step."""
+        """Keep the routes that the live routers choose; called once, before the first replay."""
         tokens, positions, labels = self._batch
         with torch.no_grad(), recording() as recorded:
             self.gpt(tokens, positions, None, labels=labels)
         self._numbers = sorted(recorded.ids)
         ids_LTK = torch.stack([recorded.ids[number] for number in self._numbers]).cpu()
-        # one byte for an id, as in a store, if there are so few experts
+        # one byte for an id if there are at most 256 experts, as in a store
         ids_LTK = ids_LTK.to(torch.uint8 if self.sizes.experts <= 256 else torch.int16)
         self._ids_LTK = ids_LTK.pin_memory()  # only pinned memory is copied without waiting
         self._all_T = torch.ones(ids_LTK.shape[1], dtype=torch.bool).cuda()
@@ -330,7 +332,7 @@ class Stack:
         return dict(zip(self._numbers, moved, strict=True))
 
     def microbatch(self, way: Way) -> MicrobatchRoutes | None:
-        """New routes of one microbatch, still being copied to the device, as in a training."""
+        """New routes of one micro-batch, whose copy to the device may still run, as in training."""
         if not way.replays:
             return None
         return MicrobatchRoutes(
@@ -338,14 +340,14 @@ class Stack:
             tally=Tally(self._all_T) if way.counted else None,
             padding_T=~self._all_T,
             mean_tokens=float(len(self._all_T)),
-            checked=True,  # as in a training, where the reader of the store has checked the ids
+            checked=True,  # as in training, where the reader of the store has checked the ids
             plan=self._plan if way.plan else None,
         )
 
     def step(self, way: Way, recompute: bool) -> tuple[Tensor, MicrobatchRoutes | None]:
-        """Run forward and backward; return the loss, on the device, and the microbatch.
+        """Run forward and backward; return the loss, on the device, and the micro-batch's routes.
 
-        The microbatch is None for a live way. After the step it holds what was counted.
+        The routes are None for a live way. After the step their tally has what was counted.
         """
         self.config.recompute_granularity = "full" if recompute else None
         self.config.moe_router_fusion = way.fused and not way.replays
@@ -373,7 +375,7 @@ class Stack:
         routes = {
             "measured bytes": self.route_bytes_measured,
             "bytes per token": self.route_bytes / tokens,
-            # what int64 would take: not measured, it is 8 bytes for each id
+            # not measured: int64 would take 8 bytes for each id
             "int64 bytes per token": 8 * self.sizes.layers * self.sizes.topk,
         }
         about = {"spec": self.spec, "experts_module": experts, "attention": self._attention()}
@@ -386,7 +388,7 @@ class Stack:
         }
 
     def _attention(self) -> dict[str, str] | str:
-        """What computes attention; with Transformer Engine the backends that it has chosen."""
+        """The class of the attention; with Transformer Engine the backends that were chosen."""
         if self.spec == "local":
             return type(self.gpt.decoder.layers[0].self_attention.core_attention).__name__
         from transformer_engine.pytorch.attention.dot_product_attention import _attention_backends
@@ -395,7 +397,7 @@ class Stack:
 
 
 def _batch(sizes: Sizes) -> tuple[Tensor, Tensor, Tensor]:
-    """tokens, position ids, labels `[B, S]`."""
+    """Tokens, position ids and labels, each `[B, S]`, the same in every run."""
     generator = torch.Generator().manual_seed(5)
     shape = (sizes.batch, sizes.sequence + 1)
     ids = torch.randint(0, sizes.vocabulary, shape, generator=generator).cuda()

@@ -30,8 +30,7 @@ def machine_at_start() -> dict[str, Any]:
 
     Returns:
         Among others "load": the mean number of processes that ran or waited for a core in the last
-        minute. With a load near the number of cores, times of the wall are those of a shared
-        machine.
+        minute. If the load is near the number of cores, other programs make wall times longer.
     """
     cores = len(os.sched_getaffinity(0))
     return {**machine_of(), "cores": cores, "load": round(os.getloadavg()[0], 2)}
@@ -73,18 +72,18 @@ def write_results(out: Path, bench: str, record: dict[str, Any]) -> Path:
         out: a file, which then holds the record alone; or a folder, which has one file for each GPU
             and day, for example `nvidia-h200-2026-11-21.json`. Such a file holds the records of
             several benchmarks by name; a record of the same name is replaced.
-        bench: the name of the benchmark. Where the environment names a suffix, as `make gpu` does
-            for a program that runs in two of its steps, the suffix is appended: "kernel" of the
-            step with Transformer Engine is "kernel te", and replaces no other record.
-        record: what it measured.
+        bench: the name of the benchmark. If the variable `RECORD_SUFFIX` names a suffix, the suffix
+            is appended. `make gpu` sets it for a program that runs in two steps: "kernel te" of the
+            step with Transformer Engine does not replace "kernel".
+        record: what the benchmark measured.
     """
     bench = f"{bench} {os.environ.get(RECORD_SUFFIX, '')}".strip()
     if out.is_dir():
         out = results_file(out, record)
         record = {**(json.loads(out.read_text()) if out.exists() else {}), bench: record}
     out.parent.mkdir(parents=True, exist_ok=True)
-    # A process that is killed meanwhile leaves the old file, and not half of the new one, in which
-    # no later record could be put.
+    # A process that is killed here leaves the old file whole. Half a file could not be read when
+    # the next record is added.
     new = out.with_name(f"{out.name}.new")
     new.write_text(json.dumps(record, indent=1) + "\n")
     new.replace(out)
@@ -111,4 +110,4 @@ def _driver() -> str | None:
         output = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         return None
-    return output.split("\n")[0].strip()  # a line for each GPU
+    return output.split("\n")[0].strip()  # one line for each GPU
