@@ -3,10 +3,10 @@
     python -m proof.benchmarks.publish --out build/bench/publish.json [--rounds 5] [--only PP2]
 
 Models of several sizes are written as transformers directories (`weights/write_policy.py`), in one
-process and by the ranks of several layouts. The table has the seconds of a write, the part of the
-model that a rank holds, and the memory by which its resident memory grew beside that, on the rank
-where it grew most, also in files of a layer. Exit status 1: a rank needed more than MOST layers,
-and SLACK bytes.
+process and by the ranks of several layouts. The table has the time of a write, the bytes of the
+model that a rank holds, and the growth of resident memory during the write on the rank where it is
+largest, also in multiples of a layer's file. Exit status 1: a rank's memory grew by more than MOST
+layers and SLACK bytes.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from proof.benchmarks.turns import SHAPE
 from proof.fidelity.rig.worker import TreeWorker
 from proof.fidelity.trees import unpatched_copy
 
-MOST = 1.25  # layers of memory beside a rank's part
-SLACK = 24 << 20  # bytes of memory that are no layer's: messages, code, what malloc keeps
+MOST = 1.25  # layers by which the memory of a rank may grow
+SLACK = 24 << 20  # and bytes: for messages, code, and what malloc keeps
 VOCABULARY = 1024
 LAYOUTS = {
     "1": [],
@@ -67,7 +67,7 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def summarise(results: list[list[Any]]) -> Row:
-    """A row of the table, from what `published` returned on each rank."""
+    """A row of the table, from what `published` returned on each rank; the worst rank counts."""
     rounds = [[of_rank[i] for of_rank in results] for i in range(len(results[0]))]
     walls = [max(seconds for seconds, *_ in of_round) for of_round in rounds]
     grown = [max(memory for _, memory, *_ in of_round) for of_round in rounds]
@@ -81,9 +81,13 @@ def summarise(results: list[list[Any]]) -> Row:
 
 
 def wrong(row: Row) -> str:
-    """No rank may need more than its part of the model and MOST layers."""
+    """The memory of a rank may grow by MOST layers and SLACK bytes."""
     most = MOST * row["layer"] + SLACK
-    return "" if row["memory"] <= most else f"a rank needed {row['memory']} bytes; at most {most:g}"
+    return (
+        ""
+        if row["memory"] <= most
+        else f"a rank's memory grew by {row['memory']} bytes; the limit is {most:g}"
+    )
 
 
 BENCH = Bench(
@@ -101,7 +105,7 @@ BENCH = Bench(
     measure,
     wrong,
     LAYOUTS,
-    "writes of each",
+    "writes of each size and layout",
     5,
 )
 
@@ -110,16 +114,16 @@ BENCH = Bench(
 
 
 def published(rank: int, argv: list[str], out: Path, rounds: int) -> list[Any]:
-    """Write a model as a transformers directory, some times over.
+    """Write a model as a transformers directory, `rounds` times.
 
     Args:
-        argv: of Megatron.
+        argv: Megatron's arguments.
         out: the directory; it is removed after each round.
 
     Returns:
-        For each round: seconds, bytes by which this rank's resident memory grew at most, bytes of
-        this rank's part of the model, and bytes of the weights that all ranks wrote together, and
-        of the largest file of a layer.
+        For each round: seconds; the peak growth of this rank's resident memory, in bytes; the bytes
+        of this rank's part of the model; the bytes that all ranks wrote together; and those of the
+        largest file of a layer.
     """
     from megatron_r3.train.launch import build_models, initialize
     from megatron_r3.weights.write_policy import write_policy
@@ -129,16 +133,16 @@ def published(rank: int, argv: list[str], out: Path, rounds: int) -> list[Any]:
     part = sum(p.nbytes for model in models for p in model.parameters())
     found = []
     for done in range(rounds + 1):
-        # What was freed and is still resident would hide what the write needs.
+        # Give freed memory back: the write would use it, and its growth would not show.
         ctypes.CDLL(None).malloc_trim(0)
         distributed.barrier()
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # 5 resets the peak, VmHWM
         before, begun = _memory("VmRSS"), time.perf_counter()
         written = write_policy(models, out, vocab_size=VOCABULARY)
         seconds, grown = time.perf_counter() - begun, _memory("VmHWM") - before
         layers = sorted(out.glob("model-*"))[1:-1]  # without the embedding and the head
         largest = max(file.stat().st_size for file in layers)
-        if done:  # the first one imports, and makes connections
+        if done:  # the first write, which also imports and connects, does not count
             found.append((seconds, grown, part, written, largest))
         distributed.barrier()
         if rank == 0:
@@ -154,6 +158,6 @@ def _memory(name: str) -> int:
 
 
 if __name__ == "__main__":
-    from proof.benchmarks import publish  # the ranks import by name
+    from proof.benchmarks import publish  # the ranks import `published` by this module's name
 
     sys.exit(publish.BENCH.main())

@@ -2,7 +2,7 @@
 
     python -m proof.benchmarks.report
 
-A test holds that the page is what this makes of the recorded results, so that it says no more.
+A test checks that the page has exactly the tables that this module makes of the recorded results.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m proof.benchmarks.report", description=description
     )
-    parser.add_argument("--root", type=Path, default=ROOT, help="of the checkout (default: this)")
+    parser.add_argument("--root", type=Path, default=ROOT, help="the checkout (default: this one)")
     root = parser.parse_args(argv).root
     try:
         page, text = with_tables(root)
@@ -39,7 +39,7 @@ def with_tables(root: Path) -> tuple[Path, str]:
     """The page, and the text that it should have.
 
     Args:
-        root: of a checkout with the page, and with proof/benchmarks/results.
+        root: a checkout, with the page and proof/benchmarks/results.
 
     Raises:
         ValueError: a results file cannot be taken, or the page has no place for its table.
@@ -57,18 +57,18 @@ def with_tables(root: Path) -> tuple[Path, str]:
 def filled(
     text: str, name: str, part: str, path: Path, maker: str = "proof.benchmarks.report"
 ) -> str:
-    """A document whose lines between two markers are replaced.
+    """The document with the lines between two markers replaced by `part`.
 
     Args:
         text: the document, with `<!-- NAME: made by python -m MAKER -->` and `<!-- NAME: end -->`
             on lines of their own.
-        name: of the part.
-        part: what stands between the markers.
-        path: of the document, for the error.
+        name: the name in the markers.
+        part: the new text between the markers.
+        path: the document's path, for the error.
         maker: the module that makes the part.
 
     Raises:
-        ValueError: the markers are not there, each once and in this order.
+        ValueError: the document does not have each marker once, in this order.
     """
     begin = f"<!-- {name}: made by python -m {maker} -->\n"
     end = f"<!-- {name}: end -->\n"

@@ -3,10 +3,10 @@
     python -m proof.benchmarks.scale --out build/bench/scale.json [--shards 8] [--startup 1000]
 
 One process plays each of 1,024 ranks in turn (PP4 x CP2 x EP8 x DP16) on a store of the shape of
-Qwen3-30B-A3B: opens, stats and bytes are counted, not timed. Start-up is CPU time of a first rank
-and of one that is told, each in a process of its own, for stores of growing length. Reading and
-planning are CPU time too. Growth is the exponent of a fitted power. Exit status 1: a count is above
-its limit.
+Qwen3-30B-A3B: opens, stats and bytes are counted, not timed. Start-up is the CPU time of the first
+rank, and of a rank to which the first one sent its index, each in a process of its own, for stores
+of growing length. Reading and planning are CPU time too. Growth is the exponent of a fitted power.
+Exit status 1: a count is above its limit.
 
 Shape suffixes (docs/glossary.md): E, K, L, T.
 """
@@ -43,8 +43,8 @@ from megatron_r3.train.one_look import Place
 from proof.benchmarks.bench import Bench, Row, number, text
 from proof.benchmarks.store import EXPERTS, INFO, LAYERS, TOPK
 
-ROLLOUTS = 64  # of a shard
-TOKENS, SEQUENCE = 2000, 2048  # of a rollout, and to what it is padded
+ROLLOUTS = 64  # in a shard
+TOKENS, SEQUENCE = 2000, 2048  # of a rollout, before and after padding
 # The ranks that share experts have rollouts of their own: EP8 x DP16 are 128 data-parallel ranks.
 PP, CP, DP = 4, 2, 128
 MODEL_LAYERS, MODEL_TOKENS, ACTIVE, PEAK, UTILISATION = 58, 16384, 37e9, 989e12, 0.4
@@ -53,7 +53,7 @@ COUNTED = ("opens", "stats", "listings", "bytes")
 
 
 def write_store(folder: Path, shards: int, tokens: int) -> None:
-    """Shards of 64 rollouts of so many tokens; nothing is synced to the disk."""
+    """Write shards of 64 rollouts of `tokens` tokens; nothing is synced to the disk."""
     rng = np.random.default_rng(0)
     known = np.argsort(rng.random((512, EXPERTS)), axis=-1)[:, :TOPK].astype(np.uint8)
     routes = Routes.from_array(known[rng.integers(0, 512, (LAYERS, tokens - 1))], EXPERTS)
@@ -70,7 +70,7 @@ def write_store(folder: Path, shards: int, tokens: int) -> None:
 
 @contextmanager
 def counted() -> Iterator[dict[str, int]]:
-    """Counts of what this process asks of files inside the block, and the bytes that it reads."""
+    """Count the file calls of this process inside the block, and the bytes that it reads."""
     counts = dict.fromkeys(COUNTED, 0)
 
     def count(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -94,7 +94,7 @@ def counted() -> Iterator[dict[str, int]]:
 
 
 def play(folder: Path) -> Iterator[Row]:
-    """What 1,024 ranks ask of one store, before the first step and in the steps: counts."""
+    """The file calls and bytes of 1,024 ranks on one store, up to the first step and in steps."""
     size = sum(path.stat().st_size for path in folder.iterdir())
     ranks = [(data, peer) for data in range(DP) for peer in range(CP * PP)]
     pairs, used_bytes, steps = 0, 0, dict.fromkeys(COUNTED, 0)
@@ -113,7 +113,7 @@ def play(folder: Path) -> Iterator[Row]:
         steps = {name: steps[name] + mine[name] for name in steps}
         pairs += len({store.shard_of_rollout(i) for i in range(data, len(store), DP)})
     limit = pairs + len(first.shards)
-    path = len(folder.resolve().parts)  # each part is looked at once, for symbolic links
+    path = len(folder.resolve().parts)  # each part of the path gets one lstat, for symbolic links
     rows = [
         ("opens, of used shards x ranks + shards", start["opens"] + steps["opens"], limit, 1.0),
         ("stats, of the same + the path", start["stats"] + steps["stats"], limit + path, 1.0),
@@ -126,7 +126,7 @@ def play(folder: Path) -> Iterator[Row]:
 
 
 def _steps_of(store: RolloutStore, data: int, peer: int) -> int:
-    """Read what a rank reads of its rollouts, step by step; return the bytes that it uses."""
+    """Read what a rank reads of its rollouts, step by step; return how many bytes it uses."""
     used = 0
     for first in range(0, len(store), STEP_ROLLOUTS):
         for rollout in range(first + data, min(first + STEP_ROLLOUTS, len(store)), DP):
@@ -147,7 +147,7 @@ def _slice(store: RolloutStore, rollout: int, peer: int) -> tuple[np.ndarray, ra
 
 
 def reading(folder: Path) -> Iterator[Row]:
-    """CPU time of reading a rank's slices: with the sums, with the values too, by neither."""
+    """CPU time of reading a rank's slices with sums, or values too, compared, by that without."""
     store = RolloutStore([folder])
 
     def read() -> None:
@@ -182,7 +182,7 @@ def _cpu(run: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def _first(folder: Path, into: Path) -> float:
-    """CPU time of a first rank; what it would send is left in a file."""
+    """CPU time of the first rank; the index that it would send goes into the file `into`."""
     seconds, store = _cpu(partial(RolloutStore, [folder]))
     more, sent = _cpu(lambda: store.groups() is not None and pickle.dumps(store.index, 5))
     into.write_bytes(sent)
@@ -190,7 +190,7 @@ def _first(folder: Path, into: Path) -> float:
 
 
 def _other(sent: Path) -> float:
-    """CPU time of a rank that is told, up to what training asks of a store at first."""
+    """CPU time of a rank that gets the index `sent`, with the first reads of a training."""
     data = sent.read_bytes()
 
     def told() -> None:
@@ -204,13 +204,13 @@ def _other(sent: Path) -> float:
 
 
 def _in_new_process(run: Callable[..., Any], *given: Any) -> Any:
-    """What a function returns in a process of its own, as it is when a training starts."""
+    """What a function returns in a new process, in the state in which a training starts."""
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         return pool.submit(run, *given).result()
 
 
 def exponent(sizes: Sequence[float], costs: Sequence[float]) -> float:
-    """The p of costs = c * sizes ** p that fits best. Example: 1 2 4 and 3 6 12 have 1."""
+    """The p of the best fit costs = c * sizes ** p. Example: sizes 1 2 4, costs 3 6 12 give 1."""
     return float(np.polyfit(np.log(sizes), np.log(costs), 1)[0])
 
 
@@ -234,7 +234,7 @@ def startup(folder: Path, most: int) -> Iterator[Row]:
 
 
 def memory(folder: Path) -> Iterator[Row]:
-    """What Python and numpy hold of an open store of 4 shards, by the tokens of a rollout."""
+    """The memory of an open store of 4 shards, with 16 times the tokens by that without."""
     held = []
     for length in (50, 200, 800):
         write_store(folder / str(length), 4, length)
@@ -254,7 +254,7 @@ def planning() -> Iterator[Row]:
     def planned(
         ep: int = 64, experts: int = 256, layers: int = MODEL_LAYERS, tokens: int = MODEL_TOKENS
     ) -> tuple[float, float]:
-        """Seconds of all of it, and of what is done for each of the ranks alone."""
+        """Seconds of planning, and of the part that grows with the number of ranks."""
         first = rng.integers(0, experts, (layers, tokens, 1))
         ids_LTK = ((first + np.arange(TOPK)) % experts).astype(np.uint8 if experts < 257 else "i2")
         count = partial(count_tokens, ids_LTK, experts)
@@ -280,16 +280,18 @@ def planning() -> Iterator[Row]:
         "layers": (15, 29, 58),
         "tokens": (4096, 8192, 16384),
     }.items():
-        # EP changes the split sizes alone
+        # EP changes only the split sizes
         costs = [planned(**{name: value})[name == "ep"] for value in values]
         by = "split sizes, by EP" if name == "ep" else f"planning, by {name}"
         yield {"what": f"growth: {by}", "found": exponent(values, costs)}
 
 
 def measure(args: argparse.Namespace) -> Iterator[Row]:
-    """All of it."""
+    """The rows of all lines of the table."""
     if args.shards < 2 or args.startup < 4:
-        raise ValueError("--shards: at least 2; --startup: at least 4")
+        raise ValueError(
+            f"--shards {args.shards} --startup {args.startup}: at least 2 and at least 4"
+        )
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="scale-", dir=args.out.parent) as folder:
         write_store(Path(folder) / "played", args.shards, TOKENS)
@@ -301,9 +303,9 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def wrong(row: Row) -> str:
-    """Counts are the same on every machine; times are not."""
+    """A count above its limit. Times have limits too, but depend on the machine."""
     above = row.get("counted") and row["found"] > row["most"]
-    return f"{row['found']:.4g}, at most {row['most']:g}" if above else ""
+    return f"found {row['found']:.4g}; the limit is {row['most']:g}" if above else ""
 
 
 BENCH = Bench(
@@ -313,8 +315,8 @@ BENCH = Bench(
     measure,
     wrong,
     options={
-        "shards": (8, "that 1,024 ranks read"),
-        "startup": (1000, "that are opened"),
+        "shards": (8, "shards of the store that 1,024 ranks read"),
+        "startup": (1000, "shards of the largest store at start-up"),
     },
     about="one process",
 )

@@ -1,11 +1,12 @@
-"""`make bench-store`: routes from an engine's response to a rank's slice, and as peers move them.
+"""`make bench-store`: the speed of routes, from an engine's response to the slice of a rank.
 
     python -m proof.benchmarks.store --out build/bench/store.json [--rounds 32] [--tokens 100000]
 
-Qwen3-30B-A3B-shaped routes (48 layers, 128 experts, top-8), one process, one thread. A round moves
-routes in every way, in an order that changes from round to round. Rates are medians, of stored
-routes (384 bytes a token), whatever a way moves for them, by time and by time of a core. Some ways
-are compared with "decode and check": how long they take for the same routes, round by round.
+The routes have the shape of Qwen3-30B-A3B (48 layers, 128 experts, top-8); one process, one thread.
+A round moves routes in every way, also as other projects do, in an order that changes from round to
+round. Rates are medians: bytes of stored routes (384 a token), whatever a way moves for them, by
+wall time and by CPU time. Some ways are compared with "decode and check" on the same routes, round
+by round.
 
 Shape suffixes (docs/glossary.md): K, L, T.
 """
@@ -40,8 +41,8 @@ from proof.benchmarks.interval import enough, turn
 LAYERS, EXPERTS, TOPK = 48, 128, 8
 SHAPE = ModelShape(EXPERTS, TOPK, tuple(range(LAYERS)), LAYERS)
 INFO = StoreInfo.of_model(SHAPE, "made up", "1")
-TOKENS = 2000  # of a rollout
-SHARD = 32  # rollouts
+TOKENS = 2000  # in a rollout
+SHARD = 32  # rollouts in a shard
 TOKEN_BYTES = LAYERS * TOPK
 STAGES, CP = 4, 2
 BASE = "decode and check (base64 .npy)"
@@ -55,10 +56,10 @@ class Way:
     Attributes:
         what: its name in the table.
         run: moves the routes of one round.
-        num_bytes: how many bytes of stored routes that are.
-        bytes_per_token: what it moves or stores for one token; None where that says nothing.
-        compared: whether the time it takes is set beside that of `BASE`.
-        before: called before each run, outside of what is timed.
+        num_bytes: how many bytes the routes of one round have in a store.
+        bytes_per_token: what the way moves or stores for one token; None for a slice.
+        compared: whether the table has its time divided by that of `BASE`.
+        before: called before each run, and not timed.
     """
 
     what: str
@@ -76,7 +77,7 @@ def _timed(run: Callable[[], Any]) -> tuple[float, float]:
 
 
 def measure(args: argparse.Namespace) -> Iterator[Row]:
-    """Run every way in rounds; a row for each."""
+    """Run every way in rounds; yield a row for each way."""
     num_rollouts = max(1, args.tokens // TOKENS)
     keep_freed_memory()  # as collect and convert do
     with tempfile.TemporaryDirectory(prefix="bench-store-", dir=".") as folder:
@@ -89,12 +90,12 @@ def run_rounds(
     most: int,
     timed: Callable[[Callable[[], Any]], tuple[float, float]] = _timed,
 ) -> list[Taken]:
-    """Wall and CPU seconds per byte of stored routes, by way in each round; the first one warms up.
+    """Wall and CPU seconds per byte of stored routes, by way; the first round only warms up.
 
     Args:
         ways: what to run; one of them is `BASE`.
-        most: rounds at most.
-        timed: runs a function and returns what it took.
+        most: the largest number of rounds.
+        timed: runs a function and returns its wall and CPU seconds.
     """
     taken: list[Taken] = [{way.what: [] for way in ways} for _ in ("wall", "CPU")]
     for done in range(most + 1):
@@ -109,7 +110,7 @@ def run_rounds(
 
 
 def summarise(ways: Sequence[Way], taken: list[Taken]) -> Iterator[Row]:
-    """A row for each way; `wall_of_base` and `cpu_of_base` are None where nothing is compared."""
+    """A row for each way; the ratios to `BASE` are None for a way without `compared`."""
     for way in ways:
         wall, cpu = (statistics.median(of_clock[way.what]) for of_clock in taken)
         base = BASE if way.compared else None
@@ -137,22 +138,22 @@ BENCH = Bench(
         "rounds": text("rounds"),
     },
     measure,
-    rounds="of every way, at most",
-    options={"tokens": (100_000, "of a round")},
+    rounds="the most runs of every way",
+    options={"tokens": (100_000, "tokens whose routes a round moves")},
     about="{tokens} tokens a round",
     facts=lambda args: {"tokens": max(1, args.tokens // TOKENS) * TOKENS},
 )
 
 
 def _routes_TLK(number: int) -> np.ndarray:
-    """Distinct ids, as an engine holds them: `[T, L, K]`, for all tokens but the last."""
+    """Random distinct ids `[T, L, K]`, as an engine returns them: the last token has none."""
     rng = np.random.default_rng(number)
     known = np.argsort(rng.random((4096, EXPERTS)), axis=-1)[:, :TOPK].astype(np.uint8)
     return known[rng.integers(0, len(known), (TOKENS - 1, LAYERS))]
 
 
 def _payload(number: int) -> str:
-    """What vLLM sends: base64 of a .npy."""
+    """The routes as vLLM sends them: a .npy file in base64."""
     buffer = io.BytesIO()
     np.save(buffer, _routes_TLK(number))
     return base64.b64encode(buffer.getvalue()).decode()
@@ -235,13 +236,15 @@ def _slice(directory: Path) -> Way:
             rows = store.row_ids(rollout)
             store.routes(np.concatenate([rows[:chunk], rows[-chunk:]]), layers)
         got = sum(shard.bytes_read for shard in store.shards)
-        assert got <= 1.05 * wanted, f"{got} bytes read for a slice of {wanted}"
+        assert got <= 1.05 * wanted, (
+            f"{got} bytes read for a slice of {wanted} bytes; at most 1.05 times"
+        )
 
     return Way("slice of a PP4 x CP2 rank", read, wanted, None, before=reopen)
 
 
 def _peers(num_rollouts: int) -> list[Way]:
-    """Move the same routes as other projects do, up to what these hand to the device."""
+    """The ways of other projects, up to the array that these copy to the device."""
     rows_TLK = _routes_TLK(0)
     text = json.dumps(rows_TLK.tolist())
     raw = base64.b64encode(rows_TLK.astype("<i4").tobytes()).decode()

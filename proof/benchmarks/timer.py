@@ -18,9 +18,9 @@ Times = dict[str, list[float]]  # microseconds of each round, by the name of the
 class Timer:
     """Times calls with cold caches, on a GPU or, in a rehearsal, on a CPU.
 
-    Before each call it writes `flush_bytes`, which leaves nothing of the call's data in the caches.
-    The write also keeps the GPU busy while the host launches the call, so that what is measured is
-    the time of the GPU, with the gaps between kernels, and not the time of the host.
+    Before each call the timer writes `flush_bytes`, which drive the call's data out of the caches.
+    The write also keeps the GPU busy while the host launches the call. So the time of the GPU is
+    measured, with the gaps between kernels, and not the time of the host.
     """
 
     def __init__(self, device: str, flush_bytes: int) -> None:
@@ -32,13 +32,14 @@ class Timer:
     ) -> Times:
         """Time all calls in turn, round after round.
 
-        Calls of one round are neighbours, so that their ratio is one of equal conditions. Their
-        order changes from round to round (`turn`), so that a GPU which slows down favours none.
+        Calls of one round are neighbours, so that their ratio is taken under equal conditions.
+        Their order changes from round to round (`turn`), so that a GPU that slows down favours
+        none.
 
         Args:
             calls: what to time. Each is called three times before, to warm up.
-            compared: pairs of names whose ratios decide when it is enough.
-            most: the number of rounds after which it stops, although it cannot tell.
+            compared: pairs of names; the timing may stop when their ratios can be told from 1.
+            most: the number of rounds after which the timing stops in any case.
         """
         for call in calls.values():
             for _ in range(3):
@@ -71,7 +72,7 @@ class Timer:
             times[name].append(1e3 * start.elapsed_time(end))
 
     def on_host(self, call: Call, repeats: int) -> float:
-        """Microseconds that the host spends on a call whose kernels it does not wait for."""
+        """Microseconds that the host spends on a call, without waiting for the call's kernels."""
         times_us = []
         for _ in range(repeats):
             if self.cuda:
@@ -81,7 +82,7 @@ class Timer:
 
 
 def ratios(times: Times, name: str, other: str) -> list[float]:
-    """The time of one call by that of another, in each round."""
+    """In each round, the time of one call divided by that of another."""
     return [one / two for one, two in zip(times[name], times[other], strict=True)]
 
 

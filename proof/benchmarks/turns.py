@@ -1,9 +1,9 @@
-"""Trainings whose steps go several ways in turn: one process, one model, neighbouring steps.
+"""Trainings whose steps take several ways in turn: one process, one model, neighbouring steps.
 
-A round has a step of each way, in an order that changes from round to round. So the ways have the
-same model in the same process, and the machine's other load is that of neighbours. The first way
-goes twice in each round: the ratio of its two steps is 1 but for noise, so the interval of that
-ratio is what the run can tell. Megatron is imported inside the functions.
+A round has a step of each way, in an order that changes from round to round. So all ways have the
+same model and process, and the other load of the machine is alike for neighbouring steps. The first
+way goes twice in each round: the ratio of its two steps is 1 but for noise, so the interval of that
+ratio is the smallest difference that the run can tell. Megatron is imported inside the functions.
 
 Shape suffixes (docs/glossary.md): K, L, T.
 """
@@ -33,7 +33,7 @@ from proof.benchmarks.waits import count_passes, instrument
 from proof.fidelity.rig.worker import TreeWorker
 from proof.fidelity.trees import patched_copy, unpatched_copy
 
-# a Qwen3-MoE; a benchmark adds its sizes
+# a Qwen3-MoE; each benchmark adds the sizes
 SHAPE = """
 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --kv-channels 32
 --qk-layernorm --ffn-hidden-size 256 --normalization RMSNorm --norm-epsilon 1e-6 --swiglu
@@ -44,7 +44,7 @@ SHAPE = """
 --clip-grad 1.0 --weight-decay 0 --lr-decay-style constant --eval-iters 0 --eval-interval 1000
 --num-workers 0 --seed 1234 --ckpt-format torch_dist
 """.split()
-# the weights must not change: steps are compared
+# With this learning rate the weights do not change, so that steps can be compared.
 FROZEN = """
 --moe-router-replay --finetune --no-load-optim --no-load-rng --lr 1e-30 --log-interval 1000
 --moe-router-load-balancing-type none --calculate-per-token-loss
@@ -107,7 +107,7 @@ def tokens(index: int, sequence: int) -> np.ndarray:
 
 
 def write_store(folder: Path, routes: list[np.ndarray], engine: str, experts: int = 16) -> None:
-    """Rollouts with these routes `[L, T, K]`."""
+    """Write made-up rollouts with these routes `[L, T, K]`, one for each rollout."""
     layers, sequence, topk = routes[0].shape
     info = StoreInfo(
         engine=engine,
@@ -132,20 +132,20 @@ def write_store(folder: Path, routes: list[np.ndarray], engine: str, experts: in
 
 
 class Rounds:
-    """Which way each step goes, what it took, and when the steps end: alike on all ranks.
+    """Says which way each step takes, notes its seconds, and decides when to stop, for all ranks.
 
-    Round 0 warms up. The rounds after it are timed until they are enough. One more is counted.
+    Round 0 warms up. Then rounds are timed until the ratios tell. One more round is counted.
 
     Args:
-        most: so many rounds are timed at most.
+        most: the largest number of timed rounds.
         modes: the ways; all others are compared with the first one.
 
     Attributes:
         ways: the first way, the first way again, and the others.
-        wall_s, cpu_s: for each of `ways` the seconds of its steps, on the rank where they were
-            most. CPU time is that of all threads of the rank's process.
+        wall_s, cpu_s: for each of `ways` the seconds of its steps, on the slowest rank and on the
+            busiest one. CPU time is that of all threads of a rank's process.
         done: how many steps are over.
-        timing, counting: whether the step that is next is timed, or counted.
+        timing, counting: whether the next step is timed, or counted.
     """
 
     def __init__(self, most: int, modes: tuple[str, ...]) -> None:
@@ -160,20 +160,20 @@ class Rounds:
 
     @property
     def timing(self) -> bool:
-        """Whether the step that is next is timed."""
+        """Whether the next step is timed."""
         return self.done >= len(self.ways) and not self.counting
 
     def way(self, step: int | None = None) -> str:
-        """Which of `ways` a step is; None: the step that is next."""
+        """Which of `ways` a step takes; None stands for the next step."""
         number, place = divmod(self.done if step is None else step, len(self.ways))
         return turn(self.ways, number)[place]
 
     def mode(self, step: int | None = None) -> str:
-        """What a step does: its way, which is the first one where it goes again."""
+        """What a step does: as `way`, but the first way and the first way again are one."""
         return self.way(step).removesuffix(AGAIN)
 
     def open_step(self) -> None:
-        """Let the thread that prepares micro-batches go on with those of this step."""
+        """Let the thread that prepares micro-batches prepare those of the next step."""
         with self._opened:
             self._open = self.done
             self._opened.notify_all()
@@ -181,16 +181,16 @@ class Rounds:
     def wait_for(self, step: int) -> None:
         """Return when this step has begun.
 
-        Micro-batches are prepared up to three ahead of their use. At EP 4 a step has two, so that
-        all of its preparation, reading of routes and planning too, would be paid by the steps
-        before it, which go other ways. So nothing of a step is prepared before it begins. A real
-        training hides more of that work than a step here does.
+        Micro-batches are prepared up to three ahead of their use. At EP 4 a step has two, so all
+        its preparation, with reading of routes and planning, would fall into steps of other ways.
+        So nothing of a step is prepared before the step begins. A real training hides more of that
+        work.
         """
         with self._opened:
             self._opened.wait_for(lambda: self._open >= step)
 
     def close_step(self, mine_s: list[float]) -> bool:
-        """Note what a step took; return whether it was the last one.
+        """Note the seconds of a step; return whether the step was the last one.
 
         Args:
             mine_s: wall and CPU seconds of this rank.
@@ -206,25 +206,24 @@ class Rounds:
             return False
         if self.counting:
             return True
-        # rank 0 decides for all: ranks that disagreed would wait for each other for ever
+        # rank 0 decides for all: if ranks disagreed, they would wait for each other for ever
         decided = torch.tensor([number > 0 and enough(self.ratios(), self.most)])
         torch.distributed.broadcast(decided, 0)
         self.counting = bool(decided[0])
         return False
 
     def ratios(self) -> list[list[float]]:
-        """What must tell: wall and CPU seconds of each way by those of the first one."""
+        """The ratios that must tell: wall and CPU seconds of other ways by those of the first."""
         return [ratios_to_first(s, way) for s in (self.wall_s, self.cpu_s) for way in self.ways[2:]]
 
 
 def modes_of_microbatches(rounds: Rounds, steps: int = 1) -> Iterator[str]:
-    """The way of each micro-batch that is prepared, once its turn has begun.
+    """Yields the way of each micro-batch that is prepared, once the step of that way has begun.
 
-    A thread prepares micro-batches ahead of their steps, so it knows a turn by the number of
-    micro-batches before it.
+    A thread prepares micro-batches ahead, so their number says to which step they belong.
 
     Args:
-        steps: optimizer steps of a turn.
+        steps: how many optimizer steps one step of `Rounds` has: the mini-steps of a collection.
     """
     from megatron.core.num_microbatches_calculator import get_num_microbatches
 
@@ -246,16 +245,16 @@ def train_in_turn(
     begin: Callable[[], None] = lambda: None,
     end: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Train with the ways in turn: warm up, time rounds, then go through one more and count.
+    """Train with the ways in turn: warm up, time rounds, then count in one more.
 
     Args:
-        argv: of Megatron.
-        parts: of a training, made for these rounds.
-        batch: rollouts of a micro-batch, and of a step.
-        steps: optimizer steps of a turn.
-        counts: counts what waits, and passes of experts; None counts nothing.
+        argv: Megatron's arguments.
+        parts: the parts of the training, made for these rounds.
+        batch: how many rollouts a micro-batch has, and an optimizer step.
+        steps: how many optimizer steps one step of `rounds` has.
+        counts: gets the waits and the passes of experts; None: nothing is counted.
         built: called with the models.
-        begin, end: called around each turn, outside of what is timed.
+        begin, end: called before and after each step of `rounds`, and not timed.
 
     Returns:
         The seconds of the rounds, and what was counted in the last one, by way.
@@ -292,7 +291,7 @@ def train_in_turn(
         end()
         if counts is not None and rounds.counting:
             counted[rounds.way()] = counts - before
-        if rounds.close_step(mine):  # the loop of Megatron's train() asks before every step
+        if rounds.close_step(mine):  # Megatron's train() compares this before every step
             get_args().train_iters = done
         return result
 

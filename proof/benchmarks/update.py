@@ -2,12 +2,13 @@
 
     python -m proof.benchmarks.update --out build/bench/update.json [--rounds 32] [--only "EP2 N4"]
 
-It trains on collections of 2 and of 4 mini-steps, in three ways: the sampler is the old policy, so
-that there is no pass; the trainer is (`--rollouts-old-policy trainer`), so that a forward-only pass
-goes over each collection; and the same with the routes of that pass (R2). The table has what a
-collection takes relative to the first way's of its round, by the wall clock and in CPU time of the
-busiest rank, and what is counted: forward passes of the micro-batches, and host waits of a MoE
-layer in them. Exit status 1: the counts are not those of one pass more.
+It trains on collections of 2 and of 4 mini-steps, in three ways. In the first way the sampler is
+the old policy, and there is no pass. In the second way the trainer is (`--rollouts-old-policy
+trainer`), and a forward-only pass goes over each collection. The third way also trains on the
+routes of that pass (R2). The table has the time of a collection divided by that of the first way in
+the same round: wall time, and CPU time of the busiest rank. It also has the forward passes of a
+micro-batch, and the host waits of a MoE layer in a pass. Exit status 1: the counts are not those of
+one more pass.
 
 Shape suffixes (docs/glossary.md): B, S, T.
 """
@@ -70,14 +71,17 @@ def summarise(result: dict[str, Any]) -> Iterator[Row]:
 
 
 def wrong(row: Row) -> str:
-    """Each micro-batch goes forward once more in the pass, which alone waits: it has no plan.
+    """What is wrong with a row: other counts than one more forward pass, which waits once a layer.
 
-    A layer that waits in one of two passes has 0.5 host waits a pass.
+    The pass has no plan, and the update waits for nothing: of two passes that is 0.5 waits a pass.
     """
     wanted = (1, 0) if row["way"].startswith(SAMPLER) else (2, 0.5)
     if (row[PASSES], row[WAITS]) == wanted:
         return ""
-    return f"{row[PASSES]:g} forward passes of a micro-batch, {row[WAITS]:g} host waits"
+    return (
+        f"{row[PASSES]:g} forward passes of a micro-batch, expected {wanted[0]}; "
+        f"{row[WAITS]:g} host waits of a layer and pass, expected {wanted[1]}"
+    )
 
 
 BENCH = Bench(
@@ -106,7 +110,7 @@ BENCH = Bench(
 
 
 def timed(rank: int, argv: list[str], mini_steps: int, most: int) -> dict[str, Any]:
-    """Train on collections of so many optimizer steps, the ways in turn."""
+    """Train on collections of `mini_steps` optimizer steps; the ways take turns."""
     rounds, layers = Rounds(most, WAYS), Counter[str]()
     options = "--rollouts-old-policy trainer --moe-router-replay-source old-policy"
     options += f" --rollouts-mini-steps {mini_steps}"
@@ -132,11 +136,11 @@ def timed(rank: int, argv: list[str], mini_steps: int, most: int) -> dict[str, A
 
 
 def _parts_in_turn(rounds: Rounds, mini_steps: int) -> Any:
-    """The parts of a training whose collections go the ways in turn.
+    """The parts of a training whose collections take the ways in turn.
 
-    The training's options are those of the third way. In the other two all tokens take the routes
-    of the rollouts, and none are recorded. In the first one there is no pass, and the sampler's
-    log-probs are the old ones.
+    The training's options are those of the third way. In the other two ways all tokens take the
+    routes of the rollouts, and the pass records none. In the first way there is no pass, and the
+    sampler's log-probs are those of the old policy.
     """
     from megatron_r3.train.lookahead import Prepared, Preparer
     from megatron_r3.train.old_pass import OldPass
@@ -177,6 +181,6 @@ def _parts_in_turn(rounds: Rounds, mini_steps: int) -> Any:
 
 
 if __name__ == "__main__":
-    from proof.benchmarks import update  # the ranks import by name
+    from proof.benchmarks import update  # the ranks import `timed` by this module's name
 
     sys.exit(update.BENCH.main())

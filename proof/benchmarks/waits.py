@@ -1,10 +1,10 @@
 """Count what would make the host wait for a GPU, or would move metadata, in MoE layers.
 
-On a CPU nothing waits, so this module replaces functions of torch by ones that count their calls:
-calls of code below megatron/core/transformer/moe, on tensors that a GPU would hold. Which tensors
-those are is tracked from the other side. A tensor is on the host if it came from numpy, if it was
-copied to the host, if it is a sum or a view of a tensor on the host, or if `mark_host` says so
-(for what Megatron makes on the host):
+On a CPU nothing waits, so this module replaces functions of torch by functions that count calls. A
+call counts if code below megatron/core/transformer/moe makes it on a tensor that a GPU would hold,
+which is every tensor that is not on the host. A tensor is on the host if it came from numpy, if it
+was copied to the host, if it is a sum or a view of a tensor on the host, or if `mark_host` said so,
+for tensors that Megatron makes on the host:
 
     sizes = torch.from_numpy(...)   on the host
     sizes.sum().item()              not counted: a sum of a tensor on the host
@@ -25,17 +25,17 @@ import torch.distributed as dist
 
 WAITS, COPIES = "host waits", "copies to the host"
 GATHERS, PLANS = "metadata collectives", "plan collectives"
-GATHERED = "bytes gathered"  # what both kinds of collectives bring to a rank
+GATHERED = "bytes gathered"  # how many bytes both kinds of collectives bring to a rank
 
 READS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__")
-# the shape of what these return depends on values, so the host must wait for it
+# The shape of their result depends on values, so the host must wait for it.
 READS += ("nonzero", "masked_select")
 SAME_PLACE = ("sum", "long", "ravel", "view", "reshape", "contiguous")
 COLLECTIVES = ("all_gather_into_tensor", "all_gather_single", "_all_gather_base", "all_gather")
-# it carries the counts of a plan, which are integers; tokens, which it carries too, are floats
+# all_to_all_single carries a plan's counts, which are integers, and also tokens, which are floats
 COLLECTIVES += ("all_to_all_single",)
 PLACE = "megatron.core.transformer.moe"
-# Both are the CPU, and all of torch takes either: "cpu" is the host, "cpu:0" stands for a GPU.
+# Two names of the CPU that torch takes alike: here "cpu" is the host, "cpu:0" stands for a GPU.
 HOST, ON_DEVICE = torch.device("cpu"), torch.device("cpu", 0)
 _state = threading.local()
 
@@ -51,7 +51,7 @@ def instrument(counts: Counter[str]) -> None:
     for name in SAME_PLACE:
         _keep_place(name)
     _name_device()
-    transposed = torch.Tensor.T  # a property, so it is replaced by one
+    transposed = torch.Tensor.T  # T is a property, so a property replaces it
     torch.Tensor.T = property(lambda self: _marked(transposed.__get__(self), _is_host(self)))
     _wrap_copies(counts)
     from_numpy = torch.from_numpy
@@ -63,7 +63,7 @@ def instrument(counts: Counter[str]) -> None:
             _wrap_collective(counts, name)
     from megatron.core.tensor_parallel import mappings
 
-    # mappings has bound the function that was there when it was imported
+    # mappings kept the uncounted function when it was imported
     mappings.dist_all_gather_func = dist.all_gather_into_tensor
 
 
@@ -78,13 +78,15 @@ def count_passes(models: Iterable[torch.nn.Module], passes: Counter[str]) -> Non
         if isinstance(layer, MoELayer):
             layer.experts.register_forward_pre_hook(count)
             for name in ("sort_input_by_local_experts", "restore_output_by_local_experts"):
-                mark_host(getattr(layer.token_dispatcher, name))  # its permute_idx_device
+                mark_host(
+                    getattr(layer.token_dispatcher, name)
+                )  # on the dispatcher's permute_idx_device
 
 
 def _inside_moe() -> bool:
     """Whether code of a MoE layer is anywhere on the stack.
 
-    False inside of a call that is being counted already: see `_call`.
+    False inside a call that is already being counted: see `_call`.
     """
     if getattr(_state, "depth", 0) > 1:
         return False
@@ -98,10 +100,10 @@ def _inside_moe() -> bool:
 
 @contextmanager
 def _call() -> Iterator[None]:
-    """Mark that a counted call runs, so that what it calls in turn is not counted again.
+    """Mark that a counted call runs, so that calls inside it are not counted again.
 
-    On CPU tensors under `megatron_r3.cpu` a torch function mode sees `tensor.item()` first and then
-    makes the same call once more: two calls of the replaced function for one read.
+    Under `megatron_r3.cpu` a torch function mode sees `tensor.item()` first and makes the same call
+    once more: two calls of the replaced function for one read.
     """
     _state.depth = getattr(_state, "depth", 0) + 1
     try:
@@ -115,7 +117,7 @@ def _is_host(tensor: Any) -> bool:
 
 
 def mark_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Say that a GPU would not hold this tensor, and return it."""
+    """Mark this tensor as one that a GPU would not hold; return the tensor."""
     tensor.on_host = True  # type: ignore[attr-defined]
     return tensor
 
@@ -146,11 +148,11 @@ def _keep_place(name: str) -> None:
 
 
 def _name_device() -> None:
-    """Have `tensor.device` tell where a GPU would hold the tensor, by a name of the CPU.
+    """Have `tensor.device` be "cpu" for a tensor on the host, and "cpu:0" for any other one.
 
-    `ids.to(scores.device)` is no copy to the host where scores are on a GPU, and must not count.
+    So `ids.to(scores.device)` is no copy to the host if a GPU would hold the scores.
     """
-    device: Any = torch.Tensor.device  # a property, so it is replaced by one
+    device: Any = torch.Tensor.device  # device is a property, so a property replaces it
 
     def named(self: torch.Tensor) -> torch.device:
         found: torch.device = device.__get__(self)
@@ -167,8 +169,8 @@ def _wrap_copies(counts: Counter[str]) -> None:
         if not _is_host(self) and _inside_moe():
             counts[COPIES] += 1
             counts[WAITS] += waits
-        # A copy to a GPU calls once more under `megatron_r3.cpu`, as one to the CPU. It is the
-        # outer call that says where the copy goes.
+        # Under `megatron_r3.cpu` a copy to a GPU calls this once more, as a copy to the CPU. The
+        # outer call says where the copy goes.
         return _marked(copy(), getattr(_state, "depth", 0) == 1)
 
     def copy_cpu(self: torch.Tensor, *args: Any) -> torch.Tensor:
@@ -204,7 +206,7 @@ def _wrap_collective(counts: Counter[str], name: str) -> None:
         # the first argument is the output; integers are sizes, not activations
         output = args[0] if args else None
         if isinstance(output, torch.Tensor) and not output.is_floating_point():
-            # a plan is made by this project, outside of any layer
+            # a plan's collective is called by this project, outside of any layer
             ours = sys._getframe(1).f_globals.get("__name__", "").startswith("megatron_r3")
             kind = GATHERS if _inside_moe() else PLANS if ours else None
             if kind:
