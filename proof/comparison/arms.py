@@ -1,8 +1,8 @@
 """What is compared: regimes, which say how far the sampler is from the trainer, and arms, which say
 what the trainer does about it.
 
-A run is one arm in one regime with one seed. The trainer computes in float32 in all of them, and
-takes its own log-probs from before the first update on a collection for the old policy.
+A run is one arm in one regime with one seed. In every run the trainer computes in float32, and its
+policy before the first update on a collection is the old policy.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Regime(NamedTuple):
 
     Attributes:
         name: what tables and pictures call it.
-        dtype: of the published policy, in which the sampler then computes.
+        dtype: the dtype of the published policy, in which the sampler computes.
         degrade: the table [degrade] of the config.
-        lag: of the config: collection c is sampled by policy c - lag.
+        lag: the field `lag` of the config: collection c is sampled by policy c - lag.
         arms: the keys of the arms that run in it.
     """
 
@@ -48,12 +48,12 @@ class Run(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Its directory below that of all runs, for example `noise/r3-0`."""
+        """The directory of this run, below that of all runs, for example `noise/r3-0`."""
         return f"{self.regime}/{self.arm}-{self.seed}"
 
     @property
     def dtype(self) -> str:
-        """In what the sampler computes; without a mismatch it computes as the trainer does."""
+        """The dtype of the sampler; in the arm without a mismatch it is the trainer's."""
         return "float32" if self.arm == "none" else REGIMES[self.regime].dtype
 
 
@@ -72,12 +72,12 @@ ARMS = {
 }
 _ALL = ("live", "r3", "r2", "tis", "r3-tis", "gspo-r3")
 REGIMES = {
-    # Nothing is to be replayed or corrected where sampler and trainer compute the same.
+    # One arm: if sampler and trainer compute the same, there is nothing to replay or correct.
     "control": Regime("no mismatch", "float32", {}, 0, ("none",)),
     "bf16": Regime("bfloat16", "bfloat16", {}, 0, _ALL),
     "fp8": Regime("float8", "bfloat16", {"fp8": True}, 0, _ALL),
     "noise": Regime(f"noise {NOISE}", "bfloat16", {"router_noise": NOISE}, 0, _ALL),
-    # "none" here is staleness alone: float32 on both sides, and rollouts that are as old.
+    # Here "none" is staleness alone: float32 on both sides, rollouts as old as in other arms.
     "stale": Regime(f"{LAG} versions old", "bfloat16", {}, LAG, ("none", *_ALL)),
 }
 

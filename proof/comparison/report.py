@@ -2,8 +2,8 @@
 
     python -m proof.comparison.report [--record build/comparison/comparison.json]
 
-Without --record the document is made anew from what is recorded. A test holds that it is what this
-makes of the recorded results, so that it does not say more.
+Without --record the page is made anew from the recorded results. A test checks that it has exactly
+what this module makes of them.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ SHOWN = {
     "routers differ": ("router_mismatch", ".1%"),
 }
 _DRAWN = {"none": "#777777", "live": "#d1495b", "r3": "#1f6f8b"}  # arms, and their colours
-SMOOTH = 5  # collections; a point of the picture is the mean of so many, up to its own
+SMOOTH = 5  # a point of the picture is the mean of a collection and the 4 before it
 Record = dict[str, Any]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write results, picture and document; 1 where a record cannot be taken."""
+    """Write results, picture and page; return 1 if a record cannot be read."""
     description = str(__doc__).splitlines()[0]
     parser = argparse.ArgumentParser(
         prog="python -m proof.comparison.report", description=description
     )
     parser.add_argument("--record", type=Path, help="what proof.comparison.run wrote")
-    parser.add_argument("--root", type=Path, default=ROOT, help="of the checkout (default: this)")
+    parser.add_argument("--root", type=Path, default=ROOT, help="the checkout (default: this one)")
     args = parser.parse_args(argv)
     page = args.root / "docs" / "comparison.md"
     try:
@@ -67,21 +67,21 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measured(directory: Path, collections: int, steps: int) -> dict[str, list[float]]:
-    """The values of a run, by name one for each collection.
+    """The values of a run: for each name a list with one value for each collection.
 
-    The trainer's values are those of the first update on each collection. Before it the trainer's
-    policy is the one from which the update starts, so what differs from the sampler is the
-    mismatch (and staleness, if there is some), and nothing of the update.
+    The trainer's values are those of the first update on each collection. They are measured before
+    the weights change, so they show the mismatch (and staleness, if there is some), and no effect
+    of the update.
 
     Args:
-        directory: of a run, as `megatron-r3 rl run` leaves it.
-        collections: how many it must have.
-        steps: optimizer steps on a collection.
+        directory: the directory of a run, as `megatron-r3 rl run` leaves it.
+        collections: how many collections the run must have.
+        steps: how many optimizer steps it takes on a collection.
 
     Returns:
-        `reward`: the mean reward of the sampler's answers. `k3`: k3 of the trainer's policy and the
-        sampler's. `router_mismatch`: the share of (token, layer) pairs for which the trainer's
-        router would take other experts.
+        `reward`: the mean reward of the sampler's answers. `k3`: the k3 KL from the sampler's
+        policy to the trainer's. `router_mismatch`: the share of (token, layer) pairs for which the
+        trainer's router would take other experts.
 
     Raises:
         ValueError: a collection has no such value, or one that is not finite.
@@ -106,23 +106,25 @@ def read_record(file: Path) -> Record:
     """Read what `proof.comparison.run` wrote.
 
     Raises:
-        ValueError: a fact or a run is missing, or a run is not whole; the message names the file.
+        ValueError: a field or all runs are missing, or a run lacks values; the message says where.
     """
     try:
         record: Record = json.loads(file.read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"{file}: not JSON ({error})") from error
     if missing := {"date", "load", "torch", "collections", "runs"} - record.keys():
-        raise ValueError(f"{file}: no {min(missing)}: give what proof.comparison.run wrote")
+        raise ValueError(f"{file}: no {min(missing)}: give a file that proof.comparison.run wrote")
     if not record["runs"]:
-        raise ValueError(f"{file}: no run is complete: make compare, then record")
+        raise ValueError(f"{file}: no run is complete yet: run make compare until one is")
     for run in record["runs"]:
         if run["arm"] not in REGIMES[run["regime"]].arms:
-            raise ValueError(f"{file}: {run['regime']}/{run['arm']}: there is no such run")
+            raise ValueError(f"{file}: {run['regime']}/{run['arm']}: that regime has no such arm")
         for value in VALUES:
             if len(run[value]) != record["collections"] or not all(map(math.isfinite, run[value])):
                 name = f"{run['regime']}/{run['arm']}-{run['seed']}"
-                raise ValueError(f"{file}: {name}: {value} is not a finite number a collection")
+                raise ValueError(
+                    f"{file}: {name}: {value} is not a finite number for each collection"
+                )
     return record
 
 
@@ -155,7 +157,7 @@ def pairs(record: Record, regime: str) -> Iterator[tuple[dict[str, Any], dict[st
 
 
 def verdicts(record: Record) -> str:
-    """What the second halves of the runs say of live and R3, seed by seed; empty without a pair."""
+    """The table of R3 beside live in the second halves of runs, by seed; empty without a pair."""
     rows = []
     for key, regime in REGIMES.items():
         if both := list(pairs(record, key)):
@@ -181,7 +183,7 @@ def tables(record: Record) -> str:
 
 
 def _cell(values: Sequence[float], form: str) -> str:
-    """Example: 0.61 (0.59 to 0.66); of a share, which is a percentage, the mean alone."""
+    """The mean, smallest and largest: 0.61 (0.59 to 0.66); of a percentage the mean alone."""
     low, high, mean = (format(find(values), form) for find in (min, max, fmean))
     return mean if low == high or form.endswith("%") else f"{mean} ({low} to {high})"
 
@@ -190,7 +192,7 @@ def document(root: Path) -> str:
     """The text that docs/comparison.md of a checkout should have.
 
     Raises:
-        ValueError: the recorded results cannot be taken, or the page has no place for them.
+        ValueError: the recorded results are wrong, or the page lacks the markers for them.
     """
     page, results = root / "docs" / "comparison.md", root / RESULTS
     part = "No run is recorded."
@@ -217,13 +219,13 @@ def document(root: Path) -> str:
 def picture(record: Record, path: Path) -> None:
     """Write the picture of a record as PNG: a column for each regime with a run of live.
 
-    Above the reward, below k3, each the mean of the seeds with a band from the smallest to the
-    largest. The reward without a mismatch is in every column, for comparison.
+    The upper row has the reward, the lower row k3: the mean of the seeds, with a band from the
+    smallest to the largest. Every column also has the reward without a mismatch, for comparison.
 
     Raises:
         ValueError: the record has no run of live.
     """
-    # Not pyplot: it keeps every figure, and may ask for a screen.
+    # pyplot is not used: it keeps every figure, and may need a screen.
     from matplotlib.figure import Figure
 
     drawn = [key for key in REGIMES if of_arm(record, key, "live")]
@@ -251,8 +253,8 @@ def picture(record: Record, path: Path) -> None:
 def curves_of(record: Record, regime: str, name: str) -> dict[str, np.ndarray]:
     """The smoothed curves of a panel, a row for each seed, by arm; arms without a run have none.
 
-    A regime has "none" of its own only where staleness alone is compared; else it is the control,
-    whose k3 is rounding, thousands of times below that of the others, and is not drawn.
+    The curve of "none" is the regime's own if it has that arm, as the stale regime does; else it is
+    the control's reward. The control's k3 is not drawn: it is rounding, thousands of times smaller.
     """
     found = {}
     for arm in _DRAWN:

@@ -5,7 +5,7 @@
 
 Each run is a `megatron-r3 rl run` in a directory of its own. A run that is complete is not
 repeated, so the command goes on where it was stopped. DIR/comparison.json has what all complete
-runs showed; `python -m proof.comparison.report` makes the document of it.
+runs showed; `python -m proof.comparison.report` makes docs/comparison.md from that file.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run what is not complete yet; 1 where a run fails, 130 where it is stopped."""
+    """Run what is not complete yet; return 1 if a run fails, 130 if a signal stops it."""
     args = _arguments().parse_args(argv)
     try:
         wanted = runs_of(args.only, args.seeds)
@@ -107,7 +107,7 @@ def _arguments() -> argparse.ArgumentParser:
     add("--collections", type=_count, default=COLLECTIONS, help="of each run")
     add("--first-port", type=_count, default=FIRST_PORT, help="each run has a port of its own")
     add("--learn", default=LEARN, help="arguments of the first training")
-    add("--sharpen", default=SHARPEN, help="and of the second one")
+    add("--sharpen", default=SHARPEN, help="arguments of the second training")
     return parser
 
 
@@ -130,16 +130,16 @@ def write_config(folder: Path, run: Run, megatron: Path, port: int, collections:
     """Write the config of a run and its prompts: `noise/r3-0.toml`, beside the run's directory.
 
     Args:
-        folder: of all runs, with the starting policy in `start`.
-        port: of the sampler, which no other run has.
+        folder: the folder of all runs, with the starting policy in `start`.
+        port: the sampler's port, which no other run has.
 
     Raises:
-        megatron_r3.loop.config.ConfigError: the loop would not take it.
+        megatron_r3.loop.config.ConfigError: the loop refuses the config.
     """
     regime, policy, file = REGIMES[run.regime], folder / "start", folder / f"{run.key}.toml"
     file.parent.mkdir(parents=True, exist_ok=True)
-    # The same prompts in every arm: what differs between two arms of a seed is the arm. With a lag
-    # policy 0 samples lag + 1 collections, which `rl run` wants to be different prompts.
+    # All arms of a seed have the same prompts, so that only the arm differs. With a lag, policy 0
+    # samples lag + 1 collections, and `rl run` asks that these have different prompts.
     first = FIRST_PROMPT + run.seed * EACH_SEED
     prompts = file.with_name(f"prompts-{run.seed}.jsonl")
     asked = range(first, first + max(collections, regime.lag + 1) * PROMPTS)
@@ -153,7 +153,7 @@ def write_config(folder: Path, run: Run, megatron: Path, port: int, collections:
             "lag": regime.lag,
             "seed": run.seed,
             "wait": 600.0,
-            "restarts": 0,  # a part that dies shall be looked at
+            "restarts": 0,  # a part that dies fails the run, so that somebody looks
         },
         "policy": {
             "model": str(policy / run.dtype),
@@ -189,10 +189,10 @@ def write_config(folder: Path, run: Run, megatron: Path, port: int, collections:
 
 
 def run_all(folder: Path, runs: Sequence[Run], most: int, collections: int) -> dict[str, str]:
-    """Run the runs in their order, `most` at a time; one that fails does not stop the others.
+    """Start the runs in order, `most` at a time; a run that fails does not stop the others.
 
     Returns:
-        Why runs failed, by their keys.
+        Why runs failed, by the keys of the runs.
     """
     waiting, failed = [*runs], {}
     running: dict[Run, tuple[Popen[bytes], float]] = {}
@@ -232,7 +232,9 @@ def finish(folder: Path, run: Run, status: int, seconds: float, collections: int
     if status:
         lines = log.read_text(errors="replace").splitlines()
         said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-        return f"exit status {status}, log {log}: {said[-1] if said else 'it said nothing'}"
+        return (
+            f"exit status {status}, log {log}: {said[-1] if said else 'the log has no error line'}"
+        )
     try:
         values = report.measured(directory, collections, MINI_STEPS)
     except ValueError as error:

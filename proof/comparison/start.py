@@ -1,8 +1,8 @@
 """The starting policy of all runs, made once, and the Megatron arguments of its shape and training.
 
-A policy that has learnt from wrong labels is unsure of itself. A few more steps on right ones make
-it sharp: it is right in most answers, and a sampler that routes with noise is right in few. Then
-what the sampler gets wrong comes from its routing, which is where replay can matter.
+A policy that has learnt from wrong labels is unsure of itself. A few more steps on right labels
+make it sharp: most of its answers are right, but few of those of a sampler that routes with noise.
+Then the sampler's mistakes come from its routing, which is where replay can matter.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def make(out: Path, megatron: Path, learn: str, sharpen: str) -> None:
 
     Args:
         out: the folder, with Megatron's `checkpoint`, and a transformers directory for each dtype
-            of a sampler: `bfloat16`, and `float32` without weights. All policies of a run take
-            over the config of one of them; their weights are those that the trainer publishes.
+            of a sampler: `bfloat16`, and `float32` without weights. A run takes the config from
+            one of these directories, and the weights from what the trainer publishes.
         megatron: a patched tree.
         learn, sharpen: arguments of the two trainings.
 
@@ -55,7 +55,9 @@ def make(out: Path, megatron: Path, learn: str, sharpen: str) -> None:
     if out.exists():
         print(f"starting policy: {out} is there", flush=True)
         return
-    new = out.with_name(f"{out.name}.new")  # a make that is stopped leaves no half of a policy
+    new = out.with_name(
+        f"{out.name}.new"
+    )  # if this is stopped, `out` does not have half of a policy
     shutil.rmtree(new, ignore_errors=True)
     learnt, checkpoint = str(new / "learnt"), str(new / "checkpoint")
     again = ["--load", learnt, "--finetune", "--no-load-optim", "--no-load-rng"]

@@ -1,12 +1,12 @@
 """The comparison's task: sort eight digits. An answer counts only if all of it is right.
 
-A prompt is `<bos> 3 1 2 5 5 0 9 7 =`, its answer `0 1 2 3 5 5 7 9 <eos>`. As a program it is the
-first training of the policy, a Megatron script with one option of its own:
+A prompt is `<bos> 3 1 2 5 5 0 9 7 =`, its answer `0 1 2 3 5 5 7 9 <eos>`. Run as a program, this
+file is the first training of the policy, a Megatron script with one option of its own:
 
     ... -m megatron_r3.cpu proof/comparison/task.py --wrong-labels SHARE <Megatron's arguments>
 
-Problems with their answers, of which a share of the digits is wrong. A policy that learns from
-wrong labels is unsure; the same policy a few steps later on right ones is sharp.
+It trains on problems whose answers have a share of wrong digits. A policy that learns from wrong
+labels is unsure; after a few more steps on right labels it is sharp.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 
 from demo.task import BOS, EOS, EQUALS, FIRST_DIGIT
 
-# The first training knows nothing of rollouts.
+# For types only: the first training knows nothing of rollouts.
 if TYPE_CHECKING:
     from megatron_r3.collect.reward import RewardSample
 
@@ -33,7 +33,7 @@ def problem(index: int, wrong_labels: float = 0.0) -> tuple[list[int], list[int]
     """Prompt and answer of the problem with this number, which is the same in every process.
 
     Args:
-        index: of the problem.
+        index: the number of the problem.
         wrong_labels: the share of the answer's digits that are replaced by random ones. Example:
             a policy that has learnt well from 0.12 is right in a digit with a chance of 0.892,
             and in all eight with one of 0.40.
@@ -52,7 +52,7 @@ def reward(sample: RewardSample) -> float:
 
 
 def main() -> None:
-    """Take the option of this script off the command line, and train the demo's way."""
+    """Take this script's own option off the command line, and train as demo/pretrain.py does."""
     from demo import pretrain
     from megatron_r3.train.launch import train
     from megatron_r3.train.pretrain_gpt import forward_step

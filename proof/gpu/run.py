@@ -3,13 +3,13 @@
     python -m proof.gpu.run --megatron TREE --demo DIR --out RESULTS [--site DIR] [--minutes M]
     python -m proof.gpu.run --megatron TREE --demo DIR --out RESULTS --rehearse
 
-TREE is a patched Megatron-LM, DIR what `make demo` made (its checkpoint and its rollouts). RESULTS
-gets one file for each GPU and day, with the records of the steps by name, and under "steps" how
-each step ended; and logs/, with all output of each. A step that has a result is not run again, so
-that a later call goes on where one stopped.
+TREE is a patched Megatron-LM; DIR is the folder of `make demo`, with its checkpoint and rollouts.
+RESULTS gets one file for each GPU and day, with the records of the steps by name, and under "steps"
+how each step ended. RESULTS/logs has all output of each step. A step that has a result is not run
+again, so that a later call goes on where one stopped.
 
-Exit status: 0 every step has a result and none failed; 1 a step failed or timed out; 2 there is no
-CUDA device, or something that a step needs; 4 steps are left for another call.
+Exit status: 0 every step has a result and none failed; 1 a step failed or timed out; 2 the CUDA
+device is missing, or the tree or the demo's files are; 4 steps are left for another call.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from proof.gpu.steps import STEPS, Places, Step
 
 ROOT = Path(__file__).parents[2]
 SKIPPED, LEFT = 77, 4
-# how many times a step's limit a rehearsal may take, on a CPU that others use too
+# A rehearsal may take so many times a step's limit, since others use the CPU too.
 REHEARSAL_PATIENCE = 5
-# asked in a process of its own: this one stays without CUDA, whose context takes memory of a GPU
+# Run in a process of its own: a CUDA context in this process would take memory of the GPU.
 FACTS = """
 import json, sys
 from proof.benchmarks.machine import device_of, machine_of, no_transformer_engine
@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None, steps: Sequence[Step] = STEPS) -> int:
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make gpu", description=str(__doc__).splitlines()[0])
     parser.add_argument("--megatron", type=Path, required=True, help="a patched Megatron-LM")
-    parser.add_argument("--demo", type=Path, required=True, help="what make demo made")
+    parser.add_argument("--demo", type=Path, required=True, help="the folder that make demo made")
     parser.add_argument("--out", type=Path, required=True, help="the folder of the results")
     parser.add_argument("--site", type=Path, help="where proof/gpu/unpack installed packages")
     hint = "a step whose limit does not fit into the rest is left for another call (default: all)"
@@ -91,10 +91,10 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def facts_of(args: argparse.Namespace, places: Places) -> Row:
-    """The machine and its device.
+    """What the records say of the machine and its device.
 
     Raises:
-        ValueError: there is no device.
+        ValueError: torch finds no CUDA device, or cannot be imported.
     """
     asked = subprocess.run(
         [sys.executable, "-c", FACTS, "cpu" if args.rehearse else "cuda"],
@@ -111,10 +111,10 @@ def facts_of(args: argparse.Namespace, places: Places) -> Row:
 
 
 def environment(args: argparse.Namespace, places: Places, with_te: bool) -> dict[str, str]:
-    """What a step's process has beside this one's environment.
+    """The variables that a step's process gets besides those of this process.
 
-    Steps that do not need Transformer Engine run without it, as on a machine that has none; what
-    this Python has installed by itself they see.
+    Steps that do not need Transformer Engine do not get that of --site, as on a machine that has
+    none. They do see one that this Python has installed itself.
     """
     paths = [ROOT, places.tree]
     if args.site is not None:
@@ -149,7 +149,7 @@ def take(
     except subprocess.TimeoutExpired:
         pass
     finally:
-        stop(process)  # with all that it has started: nothing may run beside the next step
+        stop(process)  # with all that the step has started: nothing may run beside the next step
     row = outcome(status, log.read_text(errors="replace"), limit_s)
     row["seconds"] = round(time.monotonic() - began, 1)
     print(line_of(step.name, row), flush=True)
@@ -164,11 +164,14 @@ def outcome(status: int | None, log: str, limit_s: int) -> Row:
     found = (re.match(r"(?i)skipped(?::| \[\d+\]) (.+?): (.+)", line) for line in lines)
     row: Row = {"skipped_cases": dict(m.groups() for m in found if m)}
     if status is None:
-        return row | {"status": "timed out", "reason": f"it was ended after {limit_s} s"}
+        return row | {
+            "status": "timed out",
+            "reason": f"it was ended after {limit_s} s",
+        }
     if status == SKIPPED and last.startswith("skipped: "):
         reason = last.removeprefix("skipped: ")
         return {"status": "skipped", "reason": reason, "skipped_cases": {}}
-    if status or re.match(r"\d+ skipped\b", last):  # pytest that ran no test at all
+    if status or re.match(r"\d+ skipped\b", last):  # pytest ran no test at all
         return row | {"status": "failed", "reason": f"exit status {status}: {last}"}
     return row | {"status": "passed", "reason": last}
 
@@ -188,9 +191,9 @@ def _record(rows: dict[str, Row], facts: Row, places: Places, args: argparse.Nam
 
 
 def commit_of(checkout: Path) -> str:
-    """The commit of a checkout, from what proof/gpu/pack wrote, or from git; "unknown" without.
+    """The commit of a checkout: from the file that proof/gpu/pack wrote, else from git.
 
-    A "+" behind the commit says that files were changed since.
+    A "+" after the commit says that files were changed since. Without git it is "unknown".
     """
     packed = checkout / "COMMIT"
     if packed.exists():

@@ -2,9 +2,9 @@
 
 A step is one process that records what it measured with `proof.benchmarks.machine.write_results`,
 after each of its cases. Its exit status is 0 (passed), 1 (failed) or 77 (skipped as a whole; its
-last line is `skipped: REASON`). A case that is skipped inside of a step that runs has a line
-`skipped: CASE: REASON`. The steps without Transformer Engine come first. The limits are such that
-all steps fit into three calls of ten minutes each (tests/unit/gpu/test_run.py).
+last line is `skipped: REASON`). For a single case that is skipped, the step prints the line
+`skipped: CASE: REASON`. The steps without Transformer Engine come first. With these time limits all
+steps fit into three calls of ten minutes each (tests/unit/gpu/test_run.py).
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Step:
-    """One process of a session.
+    """One process of `make gpu`.
 
     Attributes:
-        name: in the results, and on the summary's line.
+        name: its name in the results and in printed lines.
         command: what `python -m` runs; {tree}, {store}, {checkpoint} and {script} are filled in
-            (`Places`), and {record}, the options that say where to record, and on which device.
-        limit_s: seconds after which the step is ended.
+            from `Places`. {record} becomes the options that say where to record, on which device.
+        limit_s: seconds after which the step is killed.
         needs_te: whether it is skipped where there is no Transformer Engine.
         rehearsal: the command of a rehearsal, where a step that needs Transformer Engine can run
             without it (`--spec local`); empty if it cannot.
-        suffix: of its records' names, where another step runs the same program on the same cases.
+        suffix: added to its records' names, if another step runs the same program and cases.
     """
 
     name: str
@@ -47,9 +47,9 @@ class Places:
 
     @classmethod
     def of(cls, tree: Path, demo: Path) -> Places:
-        """The places in a patched tree and in what the demo made.
+        """The places in a patched tree and in the folder that the demo made.
 
-        The tree's own pretrain_gpt.py is trained; the sources on PyPI have none, and then ours is.
+        The script is the tree's own pretrain_gpt.py, or ours for a tree from PyPI, which has none.
 
         Raises:
             ValueError: something is not there; the message says what to type.
@@ -61,7 +61,7 @@ class Places:
         places = cls(tree, demo / "rollouts", demo / "checkpoint", tree / "pretrain_gpt.py")
         for folder in (places.store, places.checkpoint):
             if not folder.is_dir():
-                raise ValueError(f"there is no {folder}: make demo")
+                raise ValueError(f"there is no {folder}: run make demo first")
         if places.script.exists():
             return places
         ours = Path(__file__).parents[2] / "megatron_r3" / "train" / "pretrain_gpt.py"

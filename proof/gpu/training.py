@@ -8,7 +8,7 @@ TREE is a patched Megatron-LM of 0.19; DIR are the demo's rollout store and chec
 writes its rows as they come into a file of RESULTS (proof/benchmarks/machine.py), under the name
 `training CASE`. On a GPU the layers are Transformer Engine's (--spec te) or Megatron's own (--spec
 local); a rehearsal trains Megatron's own on the CPU, tiny. Exit status: 0 if every row shows what
-it must, 1 if one does not, 77 if there is no row, 2 for wrong arguments.
+it must, 1 if one does not, 77 if every row was skipped, 2 for wrong arguments.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
             row for case in args.cases for row in run(case, CASES[case](place), args.out, about)
         ]
     if all("skipped" in row for row in rows):
-        print("skipped: no row of these cases can be had here")
+        print("skipped: no row of these cases can be measured here")
         return SKIPPED
     failed = [row for row in rows if not row.get("ok", True)]
     done = sum("ok" in row for row in rows)
@@ -90,12 +90,17 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--checkpoint", type=Path, required=True, help="the demo's checkpoint")
     add("--script", type=Path, required=True, help="a training script, such as pretrain_gpt.py")
     add("--out", type=Path, required=True, help="the folder to record in")
-    add("--spec", choices=("te", "local"), required=True, help="whose layers")
+    add(
+        "--spec",
+        choices=("te", "local"),
+        required=True,
+        help="layers of Transformer Engine, or Megatron's own",
+    )
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--rehearse", action="store_true", help="tiny, to see that it runs")
     args = parser.parse_args(argv)
     if (args.device == "cpu") != args.rehearse or (args.rehearse and args.spec == "te"):
-        parser.error("--device cpu, --rehearse and --spec local go together")
+        parser.error("--device cpu and --rehearse need each other, and --spec local")
     args.cases = args.cases.split(",")
     if unknown := [case for case in args.cases if case not in CASES]:
         parser.error(f"--cases {unknown[0]}: one of {', '.join(CASES)}")

@@ -1,8 +1,8 @@
 """The cases of the trainings of `make gpu`: what each runs, and what it must show.
 
 A case is a function that yields rows as they are known: a name, and the fields of the row. A row
-that cannot be had here has `skipped` with the reason. All routes of the cases that compare
-gradients are shifted by a token, so that a layer which routes live is far off.
+that cannot be measured here has `skipped` with the reason. Cases that compare the gradients of two
+trainings shift all routes by a token, so that a layer that routes live is far off.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def exactness(place: Place) -> Rows:
     experts = GROUPED if place.te else ""
     plain = place.order(steps=3)
     orders = {
-        # The control. Of a few sampled routes a live router may miss none; it misses shifted ones.
+        # The control. A live router may choose all experts of a few rollouts, but not shifted ones.
         "live": replace(plain, arguments=place.arguments("shifted", steps=3)),
         "replay without plan": place.order("right", NO_PLAN, steps=3),
         "replay with plan": place.order("right", "--moe-router-replay-verify-plan", steps=3),
@@ -62,7 +62,9 @@ def exactness(place: Place) -> Rows:
     ways = [*TURN] * turns
     unmeasured = ("--moe-router-replay-log-mismatch-interval", "0")
     timed = place.order("right", *unmeasured, steps=len(ways), ways=ways)
-    timed.arguments.remove("--moe-router-replay-verify-dispatch")  # it needs what is measured
+    timed.arguments.remove(
+        "--moe-router-replay-verify-dispatch"
+    )  # verify-dispatch needs the metrics
     (seen,) = place.run_all({"times": timed}).values()
     yield "times", judged(seen, lambda one: judge.times(one, TURN, place.scale.pairs))
 
@@ -76,7 +78,7 @@ def recorded(place: Place) -> Rows:
 
 
 def recompute(place: Place) -> Rows:
-    """Recompute, bound and unbound; with fp8 it goes through `te_checkpoint`, else it does not."""
+    """Recompute with and without binding to its micro-batch; fp8 recomputes by `te_checkpoint`."""
 
     def order(*more: str, bound: bool = True) -> Order:
         return place.order("shifted", *DETERMINISTIC, *more, gradients=True, bound=bound)
@@ -114,14 +116,14 @@ def recompute(place: Place) -> Rows:
 
 
 def _recomputed(again: bool, with_te: bool) -> Callable[[Seen, Seen], Row]:
-    """How a recompute is judged. The bits must be the same where experts run again in bfloat16."""
+    """How a recompute is judged: bitwise if experts run again in bfloat16, else by a tolerance."""
     passes, by = (2 if again else 1), ("te_checkpoint" if with_te else "checkpoint")
     bitwise = again and not with_te
     return lambda seen, base: judge.recomputed(seen, base, passes, bitwise, by)
 
 
 def grad_fusion(place: Place) -> Rows:
-    """Weights' gradients added to their sum by the layers, and by the loop, over micro-batches."""
+    """Gradients of weights, summed over micro-batches inside the layers (fused), and outside."""
     on = place.order("shifted", *DETERMINISTIC, gradients=True, stand_in=True)
     fused = [word for word in on.arguments if word != "--no-gradient-accumulation-fusion"]
     off = place.order("shifted", *DETERMINISTIC, gradients=True)
@@ -131,7 +133,7 @@ def grad_fusion(place: Place) -> Rows:
 
 
 def fp8(place: Place) -> Rows:
-    """Experts in fp8."""
+    """Replay with experts in fp8."""
     orders = {
         recipe: place.order("shifted", *FP8, recipe, steps=2)
         for recipe in ("tensorwise", "delayed")
@@ -145,7 +147,7 @@ def fp8(place: Place) -> Rows:
 
 
 def cuda_graphs(place: Place) -> Rows:
-    """Graphs of attention, captured after warm-up steps."""
+    """CUDA graphs of attention, captured after warm-up steps."""
     if place.cpu or not place.te:
         yield "attention", {"skipped": NO_CUDA if place.cpu else NO_TE}
         return

@@ -1,4 +1,4 @@
-"""What the trainings of a case must show. Plain functions of what was seen, so that tests can lie.
+"""What the trainings of a case must show: plain functions, to which tests can show wrong things.
 
 Every function returns the fields of a row. `ok` says whether the row shows all that it must.
 """
@@ -42,7 +42,7 @@ def trained(seen: Seen, experts: str = "", sampled: bool = True) -> dict[str, An
 
     Args:
         experts: the class that the experts must have; empty for any.
-        sampled: whether the model, with these routes, is the one that sampled.
+        sampled: whether the store's log-probs are of this model and these routes, so must be near.
     """
     losses = [value for step in seen.steps for value in step.losses.values()]
     finite = all(torch.isfinite(torch.tensor(losses)).tolist()) and bool(losses)
@@ -80,7 +80,7 @@ def same(one: Step, other: Step) -> bool:
 
 
 def recorded(seen: Seen) -> dict[str, Any]:
-    """Steps that recorded, replayed that, and replayed it with the route of one token changed."""
+    """Three steps: one recorded, one replayed the record, one replayed it with a token changed."""
     first, again, changed = seen.steps
     row = trained(seen)
     row |= {"bitwise": same(first, again), "control_differs": not same(first, changed)}
@@ -102,7 +102,7 @@ def recomputed(seen: Seen, base: Seen, passes: int, bitwise: bool, by: str) -> d
     """A training with recompute beside one without.
 
     Args:
-        passes: how often the experts run in it for each time that they run without.
+        passes: how many passes of the experts it must have for each one without recompute.
         bitwise: whether the gradients must be the same to the last bit.
         by: the name in `Seen.counts` of what must have bound the recompute; empty for any.
     """
@@ -127,8 +127,8 @@ def times(seen: Seen, ways: Sequence[str], pairs_wanted: int) -> dict[str, Any]:
     """Ratios of neighbouring steps of one process that goes through the ways in turn.
 
     Args:
-        ways: of one turn, the first is the one that others are compared with.
-        pairs_wanted: how many turns follow the turns that warm up.
+        ways: the ways in their order; the others are compared with the first one.
+        pairs_wanted: how many times all ways must have run after the warm-up.
     """
     seconds = [step.seconds for step in seen.steps]
     turns = [seconds[i : i + len(ways)] for i in range(0, len(seconds), len(ways))][WARM_UP:]
@@ -142,9 +142,9 @@ def times(seen: Seen, ways: Sequence[str], pairs_wanted: int) -> dict[str, Any]:
 
 
 def fused_wgrad(seen: Seen, base: Seen, fused: bool) -> dict[str, Any]:
-    """A training with gradient accumulation fusion, or without it, beside one without it.
+    """A training with (`fused`) or without gradient accumulation fusion, beside one without.
 
-    Without it each micro-batch's gradient is rounded to bfloat16 before it is added.
+    Without fusion each micro-batch's gradient is rounded to bfloat16 before it is added.
     """
     row = compared(seen, base, ROUNDED) | {"fused_modules": seen.fused_wgrad}
     row["stand_in_calls"] = seen.counts.get("stand_in", 0)

@@ -2,8 +2,8 @@
 
     python -m proof.gpu.training_rank ORDER.json RESULT.pt
 
-The process is the only rank. The script and its arguments are those of a user. What is observed is
-taken at the places where Megatron's own loop begins and ends a step. Megatron is imported only
+The process is the only rank. The script and its arguments are those of a user. Observations are
+made at the places where Megatron's own loop begins and ends a step. Megatron is imported only
 inside of functions, after `megatron_r3.cpu` was installed where there is no GPU.
 
 Shape suffixes (docs/glossary.md): K, T.
@@ -37,7 +37,7 @@ class Order:
         ways: how each step routes, one of `WAYS`. Empty: all steps do as the arguments say.
         cpu: whether the process runs under `megatron_r3.cpu`.
         gradients: whether the gradients of every step are kept.
-        bound: False undoes the binding of what runs later to its micro-batch (a control).
+        bound: False unbinds recomputed functions from their micro-batch (a control).
         stand_in: whether torch computes what apex's fused_weight_gradient_mlp_cuda would.
         reference_gate: whether the plain reference runs where a GPU runs the gate's kernel.
     """
@@ -124,7 +124,7 @@ def _watch_steps(order: Order, seen: Seen) -> None:
     built: list[torch.nn.Module] = []
 
     def step(*args: Any, **kwargs: Any) -> Any:
-        if not order.bound:  # a config or a router that was made has set the binder
+        if not order.bound:  # building the model has set the binder
             set_deferred_binder(None)
         seen.steps.append(Step())
         torch.cuda.synchronize()
@@ -158,7 +158,7 @@ def _describe(models: list[torch.nn.Module], seen: Seen) -> None:
     modules = [module for model in models for module in model.modules()]
     attention = (getattr(module, "core_attention", None) for module in modules)
     seen.attention = next((type(a).__name__ for a in attention if a is not None), "")
-    # Transformer Engine's modules have the one attribute, Megatron's own linear layers the other
+    # Transformer Engine's modules have the first attribute, Megatron's linear layers the second
     names = ("fuse_wgrad_accumulation", "gradient_accumulation_fusion")
     seen.fused_wgrad = sum(any(getattr(m, name, False) for name in names) for m in modules)
 
@@ -209,7 +209,8 @@ def _watch_calls(seen: Seen) -> None:
 
 
 # given: as the options say; live: no routes; no plan: replayed, without a dispatch plan;
-# record: live, and kept; recorded: what was kept; changed: one token of it goes elsewhere
+# record: live, and the routes are kept; recorded: replays the kept routes; changed: replays them
+# with another expert for one token
 WAYS = ("given", "live", "no plan", "record", "recorded", "changed")
 
 
@@ -234,7 +235,7 @@ def _steer(ways: list[str], seen: Seen) -> None:
             plan = prepared.plan if way == "given" else None
             return original(self, chunk, replace(prepared, plan=plan))
         if way == "record":
-            # what `megatron_r3.replay.active.recording` makes; `RolloutStep` opens the block itself
+            # like `megatron_r3.replay.active.recording`, but `RolloutStep` opens the block
             recorded.append(MicrobatchRoutes({}, mode=Mode.RECORD, checked=True))
             return recorded[-1]
         if recorded[index].mode is Mode.RECORD:
@@ -264,8 +265,9 @@ def _with_one_change(routes: Any, counted_T: torch.Tensor) -> Any:
 def _stand_in_for_apex(seen: Seen) -> None:
     """Provide the one apex kernel that Megatron's own linear layers need for the fusion.
 
-    With gradient accumulation fusion on, Megatron's output layer asks for it also where all other
-    layers are Transformer Engine's. It is main_grad += grad_output^T @ input, in float32.
+    With gradient accumulation fusion on, Megatron's output layer asks for the kernel also where all
+    other layers are Transformer Engine's. The kernel is main_grad += grad_output^T @ input, in
+    float32.
     """
     import types
 
@@ -286,7 +288,7 @@ def main() -> None:
         os.environ.setdefault(name, value)
     sys.path.insert(0, str(Path(order.script).resolve().parent))
     seen = Seen()
-    if order.stand_in:  # Megatron looks for it while it is imported
+    if order.stand_in:  # Megatron looks for apex while it is imported
         _stand_in_for_apex(seen)
     if order.cpu:
         from megatron_r3.cpu import install
@@ -295,12 +297,12 @@ def main() -> None:
     else:
         from megatron_r3.cpu.megatron_gaps import patch_index_builder
 
-        patch_index_builder()  # upstream's ends the process where a tree has no Makefile
+        patch_index_builder()  # upstream's builder ends the process if a tree has no Makefile
     train(order, seen)
     torch.save(asdict(seen), result)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # threads of the lookahead and process groups need no farewell
+    os._exit(0)  # do not wait for the lookahead's threads or for process groups
 
 
 if __name__ == "__main__":

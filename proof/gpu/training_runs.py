@@ -29,18 +29,18 @@ from proof.gpu.training_rank import Order, Seen, Step
 
 ROOT = Path(__file__).parents[2]
 TAIL = 3000  # how many characters of a log an error has
-# What a machine without apex needs, and what would compile: compiled pieces come and go with the
-# number of tokens of an expert, and would move the last bit between two runs.
+# These options switch off what needs apex, and what would be compiled: compiled code depends on the
+# number of tokens of an expert, and would change the last bit between two runs.
 GPU_ARGS = """
 --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm
 --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion
 """.split()
 TE_ARGS = ["--transformer-impl", "transformer_engine", "--moe-grouped-gemm"]
 LOCAL_ARGS = ["--transformer-impl", "local"]
-# the weights must not change: steps of one run, and of several, are compared
+# With this learning rate the weights do not change, so that steps and runs can be compared.
 FROZEN = ["--lr", "1e-30", "--min-lr", "0"]
-# Attention is no part of what is compared, and Transformer Engine's unfused attention is the one
-# that is the same on every machine. The environment variables are those that it asks for.
+# Attention is not what is compared. Transformer Engine's unfused attention is the same on every
+# machine. The environment variables are those that deterministic mode asks for.
 DETERMINISTIC = ["--deterministic-mode", "--attention-backend", "unfused"]
 DETERMINISTIC_ENV = {
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
@@ -69,15 +69,15 @@ REHEARSAL = Scale(rollouts=16, micro_batch=4, pairs=2, jobs=2)
 
 @dataclass(frozen=True)
 class Place:
-    """Where a session's files are, and what the machine can.
+    """Where the files are, and with which layers and on which device trainings run.
 
     Attributes:
         tree: a patched Megatron tree of 0.19.
         script: a training script.
-        checkpoint: of the demo's model, made with local layers.
+        checkpoint: the demo's model, saved with local layers.
         stores: `right`, a part of the demo's store with whole groups, and `shifted`, in which each
             token has the route of the token before it, far from what a live router chooses.
-        folder: for orders, results and logs.
+        folder: gets orders, results and logs.
         te: whether layers are Transformer Engine's.
         cpu: whether this is a rehearsal.
     """
@@ -133,7 +133,7 @@ class Place:
             process = subprocess.Popen(
                 command,
                 env=self._environment(order),
-                cwd=self.folder,  # a folder in which an import finds nothing
+                cwd=self.folder,  # a folder with nothing that Python could import
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

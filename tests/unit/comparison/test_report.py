@@ -112,7 +112,7 @@ def test_r3_beside_live(only: str, changes: dict[str, float], said: str) -> None
     [
         (lambda r: r.pop("load"), "no load"),
         (lambda r: r["runs"].clear(), "no run is complete"),
-        (lambda r: r["runs"][1].update(arm="none"), r"noise/none: there is no such run"),
+        (lambda r: r["runs"][1].update(arm="none"), r"noise/none: that regime has no such arm"),
         (lambda r: r["runs"][0]["k3"].pop(), r"noise/live-0: k3 is not a finite number"),
         (lambda r: r["runs"][0]["k3"].__setitem__(3, float("nan")), r"k3 is not a finite"),
     ],

@@ -161,7 +161,7 @@ def test_a_step_that_does_not_fit_is_left(places: Path, capsys: pytest.CaptureFi
 def test_what_is_missing_is_said(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (places / "demo" / "rollouts").rmdir()
     assert call(places, []) == 2
-    said = f"error: there is no {places / 'demo' / 'rollouts'}: make demo"
+    said = f"error: there is no {places / 'demo' / 'rollouts'}: run make demo first"
     assert said in capsys.readouterr().err
     (places / "tree" / "megatron/core/transformer/transformer_config.py").write_text("")
     assert call(places, []) == 2
