@@ -27,8 +27,8 @@ import megatron_r3
 from megatron_r3.patching.versions import KnownTree, Line, patches_folder, read_versions
 
 ROOT = Path(__file__).parents[1]
-BUILT = ROOT / "build" / "image"  # holds the tag that was built last
-# As a careful cluster would run the image. The tests write below /tmp; processes share memory.
+BUILT = ROOT / "build" / "image"  # holds the tag of the last image that was built
+# Runs the image as a careful cluster would. The tests write below /tmp; processes share memory.
 CAREFUL = ["--network", "none", "--read-only", "--tmpfs", "/tmp:exec,mode=1777", "--shm-size", "2g"]
 IN_IMAGE = "/opt/megatron-r3"
 # Prints those of the names argv[2:] that `import` finds in the folder argv[1].
@@ -45,7 +45,7 @@ UNWANTED = ("demo", "docker", "keepers", "proof", "tests")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Build or test one image, or all; return the exit status of what failed."""
+    """Build or test one image, or all; return 0, or the exit status of the first that failed."""
     parser = argparse.ArgumentParser(prog="image", description=__doc__.splitlines()[0])
     parser.add_argument("action", choices=("build", "test", "matrix"))
     parser.add_argument("--version", default="", help="a release line or a tree of versions.toml")
@@ -78,7 +78,8 @@ def _run_action(args: argparse.Namespace) -> int:
     default = versions.default.name if args.source == "pypi" else versions.default_line.name
     if args.target == "sampler" and not args.base:
         raise ValueError(
-            "which engine? name its image: make image-sampler BASE_IMAGE=vllm/vllm-openai:v0.30.0"
+            "no base image: name the engine's, for example make image-sampler "
+            "BASE_IMAGE=vllm/vllm-openai:v0.30.0"
         )
     lines = [line.name for line in versions.lines if line.status == "supported"]
     for name in lines if args.action == "matrix" else [args.version or default]:
@@ -97,8 +98,8 @@ def build(args: argparse.Namespace, line: Line, tree: KnownTree, tag: str) -> in
     _refuse_without(args.docker)
     if "--secret" not in _printed([args.docker, "build", "--help"]):
         raise ValueError(
-            f"{args.docker}: it cannot build with BuildKit, which the Dockerfile needs: is it "
-            "installed, and its plugin buildx (Debian: apt-get install docker-buildx)?"
+            f"{args.docker}: it cannot build with BuildKit, which the Dockerfile needs: install "
+            "Docker's plugin buildx (Debian: apt-get install docker-buildx)"
         )
     command = [args.docker, "build", "--network", args.network, "--file", "docker/Dockerfile"]
     arguments = {
@@ -148,10 +149,16 @@ def test(args: argparse.Namespace, tag: str) -> int:
     _refuse_without(args.docker)
     run = [args.docker, "run", "--rm", *CAREFUL, tag]
     if _printed([*run, "id", "--user"]) in ("", "0"):
-        print(f"error: {tag} does not run, or runs as root; make image builds one", file=sys.stderr)
+        print(
+            f"error: {tag} does not run, or runs as root: build it anew by make image",
+            file=sys.stderr,
+        )
         return 1
     if unwanted := _printed([*run, "python3", "-c", IMPORTABLE, IN_IMAGE, *UNWANTED]):
-        print(f"error: {tag}: these can be imported from anywhere: {unwanted}", file=sys.stderr)
+        print(
+            f"error: {tag}: these can be imported from anywhere: {unwanted}; expected none",
+            file=sys.stderr,
+        )
         return 1
     started = time.monotonic()
     status = _run([*run, "test", *shlex.split(args.tests)])
@@ -161,14 +168,18 @@ def test(args: argparse.Namespace, tag: str) -> int:
 
 def _refuse_without(docker: str) -> None:
     if shutil.which(docker) is None:
-        raise ValueError(f"{docker}: no such program here; install Docker, or say DOCKER=")
+        raise ValueError(
+            f"{docker}: no such program here: install Docker, or name its client by DOCKER="
+        )
 
 
 def _built_last() -> str:
     try:
         return BUILT.read_text().strip()
     except OSError:
-        raise ValueError("no image was built here: make image first, or say TAG=") from None
+        raise ValueError(
+            "no image was built here: run make image first, or name one by TAG="
+        ) from None
 
 
 def _series_tree(line: Line) -> str:

@@ -1,7 +1,7 @@
 """Gives this machine's pip settings to a build as secrets: certificates, indices, wheels.
 
-A build cannot see a folder of this machine, so the folder is served on 127.0.0.1 while the image is
-built; the build therefore needs the host's network.
+A build cannot see a folder of this machine. So a folder that the settings name is served on
+127.0.0.1 during the build, which therefore needs the host's network.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def build_secrets(stack: ExitStack, pip_conf: Path | None) -> dict[str, Path]:
     """The files that a build takes as secrets, by their ids; they exist while `stack` is open.
 
     Args:
-        pip_conf: the file that the build gets as it is. If it is None, a file is made from what
-            `pip config list` prints on this machine.
+        pip_conf: a file that the build gets as it is. None: a file is made from what `pip config
+            list` prints on this machine.
     """
     settings = _settings()
     secrets = {}
@@ -65,7 +65,7 @@ def _settings() -> dict[str, str]:
 
 
 def _reachable(stack: ExitStack, place: str, name: str) -> str:
-    """An address where the build finds `place`: a folder of this machine is served there."""
+    """The address of `place` for the build: `place` itself, or that of a folder served here."""
     url = urlsplit(place)
     path = Path(unquote(url.path) if url.scheme == "file" else place)
     if not path.is_dir():

@@ -13,7 +13,7 @@ from megatron_r3.loop.config import read_config
 
 
 def main() -> int:
-    """Print them; 1 where the config cannot be read."""
+    """Print the rewards; return 1 if the config cannot be read."""
     try:
         lines = told(read_config(Path(sys.argv[1])))
     except ValueError as error:

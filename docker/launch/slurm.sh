@@ -10,16 +10,16 @@
 #
 #   sbatch --nodes=3 --gpus-per-node=8 docker/launch/slurm.sh run.toml
 #
-# The first node samples and collects, the others train; a job of one node does all on it. All nodes
-# see the config and what it names. A job that is preempted, loses a node, or comes to the end of
-# its time is queued again, and the same script goes on where the run was.
+# The first node samples and collects, the others train; with one node, that node does everything.
+# All nodes must see the config and what it names. A job that is preempted, loses a node, or comes
+# to the end of its time is queued again, and the same script goes on where the run was.
 #   MEGATRON_R3  the command of this package (megatron-r3)
 #   SRUN         more arguments of srun, e.g. --container-image=... --container-mounts=...
 #   RESTARTS     how often a part that died is started again (3)
 #   PARTS        what this job runs ("sampler collector trainer"): several jobs can share a run.
-#                A job of the trainer alone trains on all its nodes. Where somebody else runs the
-#                server ([sampler] command is empty), it is "collector trainer".
-#   SAMPLER_HOST where the sampler is, for a collector whose job has none
+#                A job of the trainer alone trains on all its nodes. If the server runs elsewhere
+#                ([sampler] command is empty), give "collector trainer".
+#   SAMPLER_HOST the host of the sampler, for a collector whose job has no sampler
 set -euo pipefail
 config=$(realpath -- "${1:?usage: sbatch docker/launch/slurm.sh CONFIG.toml}")
 cd "$(dirname "$config")" # where modules of yours are found: the reward, the training script
@@ -28,7 +28,7 @@ r3=${MEGATRON_R3:-megatron-r3}
 read -ra parts <<<"${PARTS:-sampler collector trainer}"
 has() { [[ " ${parts[*]} " == *" $1 "* ]]; }
 for part in "${parts[@]}"; do
-  [[ $part =~ ^(sampler|collector|trainer)$ ]] || { echo "error: PARTS: there is no $part" >&2; exit 2; }
+  [[ $part =~ ^(sampler|collector|trainer)$ ]] || { echo "error: PARTS: there is no part $part" >&2; exit 2; }
 done
 
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
@@ -38,9 +38,9 @@ if has sampler || has collector; then
   [ "${#trainers[@]}" -gt 0 ] || trainers=("${nodes[0]}")
 fi
 
-# What torchrun reads where its command line is silent. Each node adds its PET_NODE_RANK.
+# torchrun reads these instead of options that it is not given. Each node adds its PET_NODE_RANK.
 export PET_NNODES=${#trainers[@]} PET_MASTER_ADDR=${trainers[0]}
-export PET_MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000)) # jobs that share a node do not meet
+export PET_MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000)) # jobs that share a node differ
 
 step() { # PART COMMAND: run a shell command on each node of a part, in a step of the job
   local on=("${nodes[0]}")
@@ -50,7 +50,7 @@ step() { # PART COMMAND: run a shell command on each node of a part, in a step o
     --overlap --cpu-bind=none --kill-on-bad-exit=1 ${SRUN:-} bash -c "$2"
 }
 
-keep() { # PART COMMAND: the same, again where it dies
+keep() { # PART COMMAND: as `step`, and started again if it fails
   local try status=0
   for try in $(seq 0 "${RESTARTS:-3}"); do
     status=0
@@ -62,11 +62,11 @@ keep() { # PART COMMAND: the same, again where it dies
   return "$status"
 }
 
-# Slurm sends it to this script before the end of its time.
+# Slurm sends USR1 to this script 120 s before the end of its time.
 trap 'echo "queued again"; scontrol requeue "$SLURM_JOB_ID"; exit 0' USR1
 
 file=$(printf %q "$config")
-listen="" # where the two are in one job, 127.0.0.1 is enough between them
+listen="" # a sampler and a collector in one job share a node: 127.0.0.1 is enough
 has collector || listen=" --host 0.0.0.0"
 $r3 rl check "$config"
 if has trainer; then trainer=$($r3 rl trainer "$config" --print); fi # the same at each start

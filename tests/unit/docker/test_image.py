@@ -207,7 +207,8 @@ def test_there_is_nothing_to_test_before_a_build(image, tmp_path, monkeypatch, c
     monkeypatch.setattr(image, "BUILT", tmp_path / "none")
     assert image.main(["test"]) == 1
     assert (
-        capsys.readouterr().err == "error: no image was built here: make image first, or say TAG=\n"
+        capsys.readouterr().err
+        == "error: no image was built here: run make image first, or name one by TAG=\n"
     )
 
 
@@ -238,4 +239,4 @@ def test_an_image_of_a_sampler_begins_with_an_engine(image, tmp_path, capsys):
 @pytest.mark.parametrize("words", [["build"], ["test", "--tag", "made"]])
 def test_a_machine_without_docker_is_told(image, tmp_path, capsys, words):
     assert image.main([*words, "--docker", str(tmp_path / "docker")]) == 1
-    assert "no such program here; install Docker" in capsys.readouterr().err
+    assert "no such program here: install Docker" in capsys.readouterr().err

@@ -113,4 +113,4 @@ def test_a_job_ends_with_the_status_of_the_part_that_failed(tmp_path: Path, part
 def test_a_part_that_there_is_not_is_refused(tmp_path: Path) -> None:
     done, lines = run(tmp_path, "a", PARTS="trainers")
     assert (done.returncode, lines) == (2, [])
-    assert done.stderr == "error: PARTS: there is no trainers\n"
+    assert done.stderr == "error: PARTS: there is no part trainers\n"
