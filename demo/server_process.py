@@ -6,7 +6,6 @@ and also if this process is killed.
 
 from __future__ import annotations
 
-import socket
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from pathlib import Path
 import httpx
 
 from demo.installation import ServerError, tail, watch
+from megatron_r3.cpu.ranks import free_port
 from megatron_r3.loop.processes import filled_in, signals_raise, start, stop
 
 READY_SECONDS = 600
@@ -43,7 +43,7 @@ def run_server(
     Raises:
         ServerError: the server does not come up; the message has the end of its log.
     """
-    port = _free_port()
+    port = free_port()
     url = f"http://127.0.0.1:{port}"
     temporary = tempfile.TemporaryDirectory(
         prefix="server-"
@@ -62,12 +62,6 @@ def run_server(
             yield url
         finally:
             stop(process, STOP_SECONDS)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _healthy(url: str) -> bool:
