@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from proof.benchmarks.bench import ratios
 from proof.benchmarks.interval import LOOKS, Median, enough, median_of, turn
 
 Call = Callable[[], Any]
@@ -81,13 +82,8 @@ class Timer:
         return statistics.median(times_us)
 
 
-def ratios(times: Times, name: str, other: str) -> list[float]:
-    """In each round, the time of one call divided by that of another."""
-    return [one / two for one, two in zip(times[name], times[other], strict=True)]
-
-
 def ratio_of(times: Times, name: str, other: str) -> Median:
-    """The median of these ratios, and its interval."""
+    """The median over rounds of one call's time divided by the other's, and its interval."""
     return median_of(ratios(times, name, other))
 
 
