@@ -269,13 +269,15 @@ class _Layer:
     """A MoE layer that can switch its guest slots on and off, and measures its own CPU time."""
 
     def __init__(self, layer: Any, spent: Spent) -> None:
+        from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+
         self.layer, self.guests, self.began = layer, layer.guests, 0.0
         places = self.guests.dispatcher
         self.plain = type(places)(
             layer.num_local_experts,
             layer.local_expert_indices,
             config=layer.config,
-            pg_collection=self._groups(),
+            pg_collection=get_default_pg_collection(),
         )
         self.plain.plan_hook = places.plan_hook
 
@@ -294,12 +296,6 @@ class _Layer:
         """Switch the layer to this way."""
         self.layer.guests = None if way == OFF else self.guests
         self.layer.token_dispatcher = self.plain if way == OFF else self.guests.dispatcher
-
-    @staticmethod
-    def _groups() -> Any:
-        from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
-
-        return get_default_pg_collection()
 
 
 def _parts_in_turn(spent: Spent, rounds: Rounds) -> Any:
