@@ -104,11 +104,11 @@ def recomputed(seen: Seen, base: Seen, passes: int, bitwise: bool, by: str) -> d
     Args:
         passes: how many passes of the experts it must have for each one without recompute.
         bitwise: whether the gradients must be the same to the last bit.
-        by: the name in `Seen.counts` of what must have bound the recompute; empty for any.
+        by: the name in `Seen.counts` of what must have bound the recompute.
     """
     row = compared(seen, base)
     row |= {"passes": pairs(seen) / max(pairs(base), 1), "bound": seen.counts}
-    enough = row["passes"] == passes and (not by or seen.counts.get(by, 0) > 0)
+    enough = row["passes"] == passes and seen.counts.get(by, 0) > 0
     return row | {"ok": row["ok"] and enough and (row["bitwise"] or not bitwise)}
 
 
