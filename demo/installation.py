@@ -65,8 +65,8 @@ def compile_all(python: Path, folder: Path) -> list[tuple[str, list[str]]]:
     """A step that compiles all modules, on all cores; no step if Python writes bytecode itself.
 
     Under PYTHONDONTWRITEBYTECODE each process of a server would compile again all that it imports.
-    Without it Python keeps what the first process compiles, and most modules are never imported.
-    Files that do not compile, such as templates, are passed over.
+    Without that variable Python keeps what the first process compiles, and most modules are never
+    imported. Files that do not compile, such as templates, are passed over.
     """
     if not sys.dont_write_bytecode:
         return []

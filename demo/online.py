@@ -79,7 +79,7 @@ OMP_NUM_THREADS = "1"
 
 
 class Places(NamedTuple):
-    """Where a config finds what it names, as the config spells it.
+    """The paths that a config names, as the config spells them.
 
     Attributes:
         start: the folder that has the policy of the start: hf/ and checkpoint/.

@@ -19,7 +19,7 @@ from megatron_r3.loop.processes import filled_in, signals_raise, start, stop
 
 READY_SECONDS = 600
 # A server takes 2 s to stop. A server that is still starting does not react to the signal, and is
-# killed after this time. Processes that the server started are killed when it ends.
+# killed after this time. When the server ends, the processes that it started are killed.
 STOP_SECONDS = 4
 
 

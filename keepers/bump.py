@@ -39,7 +39,7 @@ from megatron_r3.patching.versions import Line, Versions, parse_versions, read_v
 # The note in the git directory of a bump's checkout, by which the next run recognises it.
 _NOTE = "megatron-r3-bump"
 # The user continues with plain git in that checkout, so these settings are written into its
-# configuration. They stop the user's own settings from resolving a conflict silently: with
+# configuration. These settings stop the user's own from resolving a conflict silently: with
 # am.threeWay git merges, and with rerere it repeats an old resolution, without anybody looking.
 _CONFIG = {
     "am.threeWay": "false",
@@ -248,7 +248,7 @@ def explain_stop(work: Path, job: Job, series: Series, repo: Path) -> str:
 
 
 def _try_patch(work: Path, number: int, patch: Patch) -> PatchFailed | None:
-    """How the patch fails on what is committed in `work`; None where it fits."""
+    """How the patch fails on what is committed in `work`; None if the patch fits."""
     files = committed_files(work, "HEAD", [change.path for change in patch.changes])
     with scratch(files) as ours:
         try:

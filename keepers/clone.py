@@ -65,7 +65,7 @@ def has_commit(repo: Path, commit: str) -> bool:
 def borrow(repo: Path, folder: Path) -> Path:
     """Make a repository in `folder` that can read the objects of `repo`; return `folder`.
 
-    Nothing else of `repo`, such as settings, attributes, notes or hooks, has an effect there.
+    Nothing else of `repo`, such as settings, attributes, notes or hooks, has an effect in `folder`.
     """
     check_clone(repo)
     git_dir = new_repository(folder) / ".git"
@@ -80,7 +80,7 @@ def borrow(repo: Path, folder: Path) -> Path:
 
 
 def committed_files(repo: Path, commit: str, paths: Iterable[str]) -> dict[str, FileOnDisk]:
-    """The files at `paths` as a commit has them; without data where it has no such file.
+    """The files at `paths` as a commit has them; a file that the commit lacks has no data.
 
     Raises:
         PatchingError: `repo` lacks a file that the commit names, as a partial clone may.

@@ -103,7 +103,7 @@ def export_commits(root: Path, base: str, versions: Versions, line: str) -> dict
     """
     others = [read_series(other.folder) for other in versions.lines if other.name != line]
     taken = {patch.number for series in others for patch in series.patches}
-    # A number of this line counts only if no other line has it: there it may be another concern.
+    # A number of this line counts only if no other line has used the number for another concern.
     own = _own_numbers(versions.folder / line)
     known = {subject: number for subject, number in own.items() if number not in taken}
     for series in reversed(others):  # where lines disagree, the first one is right

@@ -1,4 +1,4 @@
-"""The rules for patches: how long one may be, what its message says, and how it is numbered."""
+"""The rules for patches: how long a patch may be, what its message says, how it is numbered."""
 
 from __future__ import annotations
 

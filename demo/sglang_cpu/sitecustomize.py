@@ -25,7 +25,7 @@ PINNING = "_cuda_host_register"
 class StandIn(type):
     """What an absent package seems to hold: `from torchvision.io import decode_jpeg` gives one.
 
-    It is a class, so that modules can name it in annotations and derive classes from it.
+    A stand-in is a class, so that modules can use it in annotations and as a base class.
     """
 
     def __getattr__(cls, name: str) -> StandIn:
@@ -41,7 +41,7 @@ class StandIn(type):
 
 
 class AbsentModule(ModuleType):
-    """A module of an absent package. Each name in it is a stand-in."""
+    """A module of an absent package, in which every name is a stand-in."""
 
     def __getattr__(self, name: str) -> StandIn:
         if name.startswith("__"):
@@ -57,7 +57,7 @@ class Absent(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec of such a module; None for any other."""
+        """The spec of a module of an absent package; None for any other module."""
         if fullname.partition(".")[0] not in ABSENT:
             return None
         return ModuleSpec(fullname, self, is_package=True)
@@ -96,7 +96,7 @@ class PinningFinder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec of that module; None for any other."""
+        """The spec of the module that pins memory; None for any other module."""
         spec = PathFinder.find_spec(fullname, path) if fullname == PINNING_MODULE else None
         if spec is not None and spec.origin is not None:
             spec.loader = WithoutPinning(fullname, spec.origin)

@@ -2,12 +2,12 @@
 
     python -m proof.benchmarks.balance --out build/bench/balance.json [--rounds 32] [--only EP2]
 
-It trains on made-up routes with a given share of the load on the first rank, in three ways: without
-guest slots, with slots that stay empty, and with guests. The table has the load of the busiest rank
-divided by the mean load, and what planning and sending cost for a micro-batch and rank. It also has
-the time of a step divided by that of the step without slots in the same round: wall time, and CPU
-time of the busiest rank, of all its work and inside its MoE layers. Exit status 1: the load with
-guests is above the limit of the case.
+The benchmark trains on made-up routes with a given share of the load on the first rank, in three
+ways: without guest slots, with slots that stay empty, and with guests. The table has the load of
+the busiest rank divided by the mean load, and what planning and sending cost for a micro-batch and
+rank. The table also has the time of a step divided by that of the step without slots in the same
+round: wall time, and CPU time of the busiest rank, of all its work and inside its MoE layers. Exit
+status 1: the load with guests is above the limit of the case.
 
 Shape suffixes (docs/glossary.md): L, R.
 """

@@ -76,7 +76,7 @@ MICROBATCHES = SAMPLES // TOGETHER
 
 
 class Way(NamedTuple):
-    """A way to replay: the worker whose imports its ranks need, and whether it has plans."""
+    """A way to replay: the worker with the imports of its ranks, and whether layers have plans."""
 
     worker: str
     plan: bool = False
@@ -194,8 +194,8 @@ def summarise(name: str, ranks: list[dict[str, Any]]) -> Row:
 def wrong(row: Row) -> str:
     """What is wrong with a row: other routes, or a layer with a plan that waits.
 
-    The live router would never choose these routes. So the live ways must show wrong passes: if
-    they did not, the check of the other ways could not fail.
+    The live router would never choose these routes. So the live ways must show wrong passes:
+    without these the check of the other ways could not fail.
     """
     way, in_layers = WAYS[row["way"]], sum(row[name] for name in (WAITS, COPIES, GATHERS))
     if row["way"] in LIVE and not row["wrong_passes"]:

@@ -4,8 +4,8 @@
 
 Each kernel is compiled for a Hopper GPU (sm_90) as it is compiled at run time, for the shapes of
 models, and its machine code is read. Two times of an SM of an H100 are worked out: "issue", in
-which it issues the instructions of a row, four a clock, and "memory", in which the SM's share of
-the bandwidth moves the row's bytes. Where "issue / memory" is below 1, the bytes are the limit.
+which the SM issues the instructions of a row, four a clock, and "memory", in which the SM's share
+of the bandwidth moves the row's bytes. Where "issue / memory" is below 1, the bytes are the limit.
 Nothing here is a measured time.
 
 Bytes of a row: gathered logits count in whole sectors of 32 bytes, as many sectors as K experts in

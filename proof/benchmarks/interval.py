@@ -10,8 +10,8 @@ true ratio lies outside of the smallest and the largest value is 2 / 2**8 = 0.8 
 an interval at 99.2 %.
 
 A benchmark that looks after every step whether it has seen enough would be fooled more often than
-its confidence says, since each look is a new chance. So it looks only when the number of values has
-doubled (`LOOKS`), and the confidence is 99 %.
+its confidence says, since each look is a new chance. So a benchmark looks only when the number of
+values has doubled (`LOOKS`), and the confidence is 99 %.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The ways to compute a router's weights and map, which `proof.benchmarks.kernel` compares.
 
-They need torch, and Triton where there is a GPU. Megatron-LM and Transformer Engine are needed only
-by the ways that call their functions.
+The ways need torch, and Triton on a GPU. Megatron-LM and Transformer Engine are needed only by the
+ways that call their functions.
 
 Shape suffixes (docs/glossary.md): T, K, E.
 """
@@ -39,7 +39,7 @@ class Model:
     dtype: torch.dtype
     scaling_factor: float | None = None
     biased: bool = False  # an expert bias, which is used to choose experts only
-    num_groups: int | None = None  # the experts come from `group_topk` of so many groups
+    num_groups: int | None = None  # groups of experts, of which `group_topk` are chosen first
     group_topk: int | None = None
 
 
@@ -156,7 +156,7 @@ def kernel_of(inputs: Inputs, ids_TK: Tensor | None = None) -> Gate:
 def unfused_of(inputs: Inputs) -> Gate:
     """What `topk_routing_with_score_function` of Megatron 0.19 does under replay.
 
-    It follows megatron/core/transformer/moe/moe_utils.py, with `replayed_topk` for its top-k.
+    The code follows megatron/core/transformer/moe/moe_utils.py, with `replayed_topk` for its top-k.
     """
     model = inputs.model
 

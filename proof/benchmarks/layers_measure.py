@@ -91,8 +91,8 @@ def _check(stack: Stack, recompute: bool, tolerances: tuple[float, float]) -> Fo
             "agrees": loss_error <= allowed and gradient_error <= tolerances[1],
         }
         if way.fused and not way.replays:
-            # Transformer Engine's top-k takes other experts among equal bfloat16 logits. They are
-            # few and hardly change the loss, so only the loss is compared.
+            # Among equal bfloat16 logits Transformer Engine's top-k takes other experts, too few to
+            # change the loss much. So only the loss is compared.
             found[name]["agrees"] = loss_error <= 10 * tolerances[0]
     return found
 
@@ -183,8 +183,9 @@ def peak_memory(stack: Stack, recompute: bool) -> Found:
 class Waits:
     """Counts host waits and copies to the host of single steps.
 
-    On CUDA these are what the profiler sees in the whole step. On a CPU they are what the code of
-    MoE layers would do on CUDA (see `proof.benchmarks.waits`); torch then stays instrumented.
+    On CUDA the counts are what the profiler sees in the whole step. On a CPU the counts are what
+    the code of MoE layers would do on CUDA (see `proof.benchmarks.waits`); torch then stays
+    instrumented.
 
     Attributes:
         broken: which calls the profiler misses, so that its counts would be void; None if none.

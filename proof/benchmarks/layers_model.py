@@ -100,8 +100,8 @@ def make_config(model: Model, sizes: Sizes, spec: str, cuda: bool, **options: An
     The local spec needs neither Transformer Engine nor apex. With Transformer Engine the options
     are those of a training script: grouped GEMMs, fused permutation, fused SwiGLU, fused rotary
     embedding (not for MLA, where Megatron calls it experimental). Weight gradients are not
-    accumulated into `main_grad`, because there is no DDP here that would make it. `options` replace
-    other fields.
+    accumulated into `main_grad`, because there is no DDP here that would make that buffer.
+    `options` replace other fields.
     """
     from megatron.core.transformer.transformer_config import (
         MLATransformerConfig,
@@ -326,7 +326,7 @@ class Stack:
     def _on_device(self) -> dict[int, Tensor]:
         """The ids by layer, moved in one copy as `HostRoutes.on_device` moves them.
 
-        That function is not called, because it needs the packages of the store.
+        `HostRoutes.on_device` is not called, because it needs the packages of the store.
         """
         moved = self._ids_LTK.to(torch.device("cuda"), non_blocking=True, copy=True)
         return dict(zip(self._numbers, moved, strict=True))

@@ -73,8 +73,8 @@ def write_results(out: Path, bench: str, record: dict[str, Any]) -> Path:
             and day, for example `nvidia-h200-2026-11-21.json`. Such a file holds the records of
             several benchmarks by name; a record of the same name is replaced.
         bench: the name of the benchmark. If the variable `RECORD_SUFFIX` names a suffix, the suffix
-            is appended. `make gpu` sets it for a program that runs in two steps: "kernel te" of the
-            step with Transformer Engine does not replace "kernel".
+            is appended. `make gpu` sets the variable for a program that runs in two steps: "kernel
+            te" of the step with Transformer Engine does not replace "kernel".
         record: what the benchmark measured.
     """
     bench = f"{bench} {os.environ.get(RECORD_SUFFIX, '')}".strip()

@@ -2,13 +2,13 @@
 
     python -m proof.benchmarks.update --out build/bench/update.json [--rounds 32] [--only "EP2 N4"]
 
-It trains on collections of 2 and of 4 mini-steps, in three ways. In the first way the sampler is
-the old policy, and there is no pass. In the second way the trainer is (`--rollouts-old-policy
-trainer`), and a forward-only pass goes over each collection. The third way also trains on the
-routes of that pass (R2). The table has the time of a collection divided by that of the first way in
-the same round: wall time, and CPU time of the busiest rank. It also has the forward passes of a
-micro-batch, and the host waits of a MoE layer in a pass. Exit status 1: the counts are not those of
-one more pass.
+The benchmark trains on collections of 2 and 4 mini-steps, in three ways. In the first way the
+sampler is the old policy, and there is no pass. In the second way the trainer is
+(`--rollouts-old-policy trainer`), and a forward-only pass goes over each collection. The third way
+also trains on the routes of that pass (R2). The table has the time of a collection divided by that
+of the first way in the same round: wall time, and CPU time of the busiest rank. The table also has
+the forward passes of a micro-batch, and the host waits of a MoE layer in a pass. Exit status 1: the
+counts are not those of one more pass.
 
 Shape suffixes (docs/glossary.md): B, S, T.
 """

@@ -2,8 +2,8 @@
 
     python -m proof.comparison.report [--record build/comparison/comparison.json]
 
-Without --record the page is made anew from the recorded results. A test checks that it has exactly
-what this module makes of them.
+Without --record the page is made anew from the recorded results. A test checks that the page has
+exactly what this module makes of the results.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def main(argv: list[str] | None = None) -> int:
 def measured(directory: Path, collections: int, steps: int) -> dict[str, list[float]]:
     """The values of a run: for each name a list with one value for each collection.
 
-    The trainer's values are those of the first update on each collection. They are measured before
-    the weights change, so they show the mismatch (and staleness, if there is some), and no effect
+    The trainer's values are those of the first update on each collection, measured before the
+    weights change. So the values show the mismatch (and staleness, if there is some), and no effect
     of the update.
 
     Args:

@@ -114,7 +114,7 @@ def environment(args: argparse.Namespace, places: Places, with_te: bool) -> dict
     """The variables that a step's process gets besides those of this process.
 
     Steps that do not need Transformer Engine do not get that of --site, as on a machine that has
-    none. They do see one that this Python has installed itself.
+    none. Such a step does see one that this Python has installed.
     """
     paths = [ROOT, places.tree]
     if args.site is not None:

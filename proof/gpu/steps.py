@@ -22,7 +22,7 @@ class Step:
         command: what `python -m` runs; {tree}, {store}, {checkpoint} and {script} are filled in
             from `Places`. {record} becomes the options that say where to record, on which device.
         limit_s: seconds after which the step is killed.
-        needs_te: whether it is skipped where there is no Transformer Engine.
+        needs_te: whether the step is skipped if there is no Transformer Engine.
         rehearsal: the command of a rehearsal, where a step that needs Transformer Engine can run
             without it (`--spec local`); empty if it cannot.
         suffix: added to its records' names, if another step runs the same program and cases.

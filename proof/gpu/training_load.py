@@ -44,7 +44,7 @@ def asked(state: dict[str, Any], saved: set[str]) -> dict[str, Any]:
     """What to ask the checkpoint for.
 
     Args:
-        state: the model's sharded state dict, by name of the parameter. Keys are changed in it.
+        state: the model's sharded state dict, by parameter; its keys become those of `saved`.
         saved: the keys of the checkpoint.
 
     Returns:

@@ -193,7 +193,7 @@ def _watch_calls(seen: Seen) -> None:
 
         setattr(module, function, call)
 
-    counted(te, "bind_deferred", "te_checkpoint")  # te_checkpoint alone calls it there
+    counted(te, "bind_deferred", "te_checkpoint")  # in that module only te_checkpoint calls it
     counted(random, "bind_deferred", "checkpoint")
     counted(router, "replayed_gate", "gate")
     helper = cuda_graphs.TECudaGraphHelper
