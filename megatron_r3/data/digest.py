@@ -1,13 +1,13 @@
-"""What tells two things apart: the digests that all of this package compares.
+"""The digests by which this package tells whether two things are the same.
 
-Five things have an identity:
+Five kinds of things have an identity:
 
-    policy    a number (its version), and a stamp of all weights (`fingerprint.policy_stamp`). The
-              stamps of single routers are the part of it that a trainer can work out by itself
-    shard     the digest of what its header says, checksums included (`store.header`)
+    policy    its version number, a stamp of all its weights (`fingerprint.policy_stamp`), and a
+              digest of each router's weights, which a trainer can compute from its own weights
+    shard     the digest of its header's text, which holds all checksums (`store.header`)
     rollout   policy version, group and sample: no two rollouts of a store share all three
     tree      git's id of each file that the patches change (`patching.git.blob_id`)
-    bytes     the digest of a file
+    file      the digest of its bytes
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
-_PIECE = 1 << 22  # bytes that are in memory at a time
+_PIECE = 1 << 22  # bytes of a file that are read at a time
 
 
 def digest(data: bytes | str) -> str:
@@ -30,7 +30,7 @@ def short_digest(data: bytes | str) -> str:
 
 
 def digest_number(data: bytes, bits: int) -> int:
-    """The first bits of the digest as a number, e.g. 63 for one that an int64 can hold."""
+    """The first `bits` bits of the digest as a number; 63 bits fit into an int64."""
     return int(digest(data), 16) >> (256 - bits)
 
 
@@ -38,7 +38,7 @@ def file_digest(path: Path) -> str:
     """The digest of a file, which is read a few megabytes at a time.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     whole = hashlib.sha256()
     with path.open("rb") as file:

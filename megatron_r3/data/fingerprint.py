@@ -47,7 +47,7 @@ _LONGEST_HEADER = 100_000_000  # safetensors' own limit
 
 def router_digest(weight_EH: Tensor) -> str:
     """16 hex digits for one router's weights `[experts, hidden]`, of any float dtype and device."""
-    import torch  # the caller has it already
+    import torch  # the caller, who has a tensor, has imported torch already
 
     as_bytes = weight_EH.detach().to(torch.bfloat16).cpu().contiguous().view(torch.uint8)
     return short_digest(as_bytes.numpy().tobytes())
@@ -111,7 +111,7 @@ class _Tensor:
 
     Attributes:
         kind: "adapter" or "". Some adapters call their tensors as the model does.
-        begin, end: bytes of the file.
+        begin, end: where the bytes lie in the file.
     """
 
     path: Path
@@ -123,7 +123,7 @@ class _Tensor:
     end: int
 
     def pieces(self) -> Iterator[bytes]:
-        """The tensor's bytes, some at a time."""
+        """The tensor's bytes, a few megabytes at a time."""
         with open(self.path, "rb", buffering=0) as file:
             file.seek(self.begin)
             left = self.end - self.begin
@@ -158,7 +158,7 @@ def _tensors(directory: Path) -> list[_Tensor]:
 
 
 def _entries(path: Path) -> tuple[dict[str, Any], int]:
-    """A file's header by tensor, and the byte of the file where the tensors' bytes begin.
+    """The header's entry of each tensor, and where in the file the tensors' bytes begin.
 
     Raises:
         ValueError: not a whole safetensors file.
@@ -191,7 +191,7 @@ def _as_bfloat16(tensor: _Tensor) -> bytes:
     # upper half is odd, rounds to the nearest, ties to even. Two ties as examples:
     #   0x3F80_8000 + 0x7FFF     = 0x3F80_FFFF, so the even 0x3F80 stays
     #   0x3F81_8000 + 0x7FFF + 1 = 0x3F82_0000, so the odd 0x3F81 becomes the even 0x3F82
-    # The sum of a NaN could carry into its sign, so NaN is set to 0x7FC0 apart, as torch does.
+    # With a NaN, this addition could carry into the sign bit: so NaNs become 0x7FC0, as in torch.
     bits = floats.view(np.uint32)
     with np.errstate(over="ignore"):
         rounded = (bits + (0x7FFF + ((bits >> 16) & 1)).astype(np.uint32)) >> 16

@@ -28,7 +28,7 @@ def append_line(file: Path, value: dict[str, Any]) -> None:
 def whole_lines(file: Path) -> Iterator[dict[str, Any]]:
     """The objects of a file so far; none if there is no file.
 
-    A line that a kill cut off is left out.
+    A line that is no JSON object is skipped: a writer that was killed may have left half a line.
     """
     if not file.exists():
         return

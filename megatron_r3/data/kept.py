@@ -1,14 +1,14 @@
 """Kept sets: the tokens that the sampler kept of the vocabulary before it drew one of them.
 
-Top-k and top-p cut the distribution off. The probability that a token was drawn with is then that
-of the rest, so a trainer that compares its own probability with it has to normalise over the same
-rest. Example: of the probabilities .5 .3 .1 .1, top-k 2 keeps the tokens 0 and 1, so the sampler
-draws token 1 with .3 / (.5 + .3) = .375.
+Top-k and top-p cut tokens off, and the sampler draws from the rest. Its probabilities are then
+normalised over the kept tokens, so a trainer must normalise over the same tokens to compare its own
+probabilities with them. Example: of the probabilities .5 .3 .1 .1, top-k 2 keeps the tokens 0 and
+1, so the sampler draws token 1 with .3 / (.5 + .3) = .375.
 
 A set may have one id or all of the vocabulary, so sets are stored one behind the other:
 
     token      0   1   2      3   4
-    sizes_N    0   0   2      1   3          tokens 0 and 1 are the prompt: nothing drew them
+    sizes_N    0   0   2      1   3          tokens 0 and 1 are the prompt, which was not sampled
     ids_V              4 9    7   1 4 6      offsets [0, 0, 0, 2, 3, 6]
 
 Shape suffixes (docs/glossary.md): N, V.
@@ -24,14 +24,14 @@ import numpy as np
 
 from megatron_r3.data.values import MOST_TOKEN_ID
 
-# The only token that was kept has probability 1. An engine's rounding is far below this; a log-prob
-# over the whole vocabulary, in a response of some length, is far above it.
+# A token that alone was kept has the log-prob 0. An engine's rounding changes that by far less than
+# this; log-probs over the whole vocabulary differ, in a response of some length, by far more.
 _OF_ONE_TOKEN = 1e-3
 
 
 @dataclass(frozen=True)
 class KeptSets:
-    """The kept set of each of N tokens; a token that nothing drew has an empty one.
+    """The kept set of each of N tokens; a token that was not sampled has an empty set.
 
     Attributes:
         sizes_N: int32, how many ids the set of each token has.
@@ -43,7 +43,7 @@ class KeptSets:
 
     @classmethod
     def from_lists(cls, sets: Sequence[Sequence[int] | np.ndarray]) -> KeptSets:
-        """Of a list of ids for each token, in any order; an empty list for a token without a set.
+        """Make kept sets from a list of ids for each token, in any order; [] is an empty set.
 
         Raises:
             ValueError: an id does not fit into int32, or is no whole number.
@@ -58,7 +58,7 @@ class KeptSets:
 
     @classmethod
     def none(cls, num_tokens: int) -> KeptSets:
-        """Of tokens without sets."""
+        """Empty sets for this number of tokens."""
         return cls(np.zeros(num_tokens, np.int32), np.zeros(0, np.int32))
 
     @classmethod
@@ -75,7 +75,7 @@ class KeptSets:
         return np.concatenate([[0], np.cumsum(self.sizes_N, dtype=np.int64)])
 
     def of(self, token: int) -> np.ndarray:
-        """The ids that were kept when this token was drawn; empty if nothing drew it."""
+        """The ids that were kept when this token was drawn; empty if it was not sampled."""
         return self.ids_V[self.offsets[token] : self.offsets[token + 1]]
 
     def take(self, tokens: np.ndarray) -> KeptSets:
@@ -89,8 +89,8 @@ class KeptSets:
             return KeptSets(np.zeros(len(tokens), np.int32), np.zeros(0, np.int32))
         sizes = np.where(there, self.sizes_N[tokens], 0).astype(np.int32)
         starts = np.where(there, self.offsets[tokens], 0)
-        # Example: sets of 2 and 3 ids that begin at 7 and 0 are read from 7 8 0 1 2. The places in
-        # the result are 0 1 2 3 4, and each set's own begin there, 0 and 2, is taken off.
+        # Example: sets of 2 and 3 ids begin at 7 and 0 in ids_V, and at 0 and 2 in the result. The
+        # differences, 7 7 -2 -2 -2, plus the places in the result, 0 1 2 3 4, are 7 8 0 1 2.
         own = np.repeat(starts - (np.cumsum(sizes, dtype=np.int64) - sizes), sizes)
         return KeptSets(sizes, self.ids_V[own + np.arange(len(own))])
 
@@ -101,13 +101,13 @@ class KeptSets:
         logprobs_N: np.ndarray,
         vocab_size: int | None = None,
     ) -> str | None:
-        """Why these cannot be the sets of these tokens, naming the token; None if they can be.
+        """Why these sets cannot be those of the tokens, naming a token; None if they can be.
 
         Args:
             tokens_N: the ids of the tokens themselves.
-            sampled_N: bool, which of them were drawn.
-            logprobs_N: of the tokens that were drawn, normalised over their set.
-            vocab_size: of the sampler; None or 0 where nobody knows it.
+            sampled_N: bool, which tokens were sampled.
+            logprobs_N: of each sampled token, normalised over its set.
+            vocab_size: of the sampler; None or 0 if it is not known.
         """
         if wrong := self._wrong_sizes(sampled_N):
             return wrong
@@ -129,7 +129,7 @@ class KeptSets:
         return None
 
     def _wrong_ids(self, owner_V: np.ndarray, vocab_size: int | None) -> str | None:
-        """Why these are no sets of ids; `owner_V` is the token of each id."""
+        """Why the ids are impossible, None if they are not; `owner_V` is the token of each id."""
         most = min(vocab_size - 1, MOST_TOKEN_ID) if vocab_size else MOST_TOKEN_ID
         outside_V = (self.ids_V < 0) | (self.ids_V > most)
         if outside_V.any():

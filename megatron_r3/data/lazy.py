@@ -1,4 +1,4 @@
-"""A value of an object that is worked out when it is first asked for, without a lock."""
+"""A decorator for an attribute that is computed when it is first read, without a lock."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ T = TypeVar("T")
 
 
 class lazy(Generic[T]):  # a decorator
-    """As `functools.cached_property`, which before Python 3.12 takes a lock of all its objects.
+    """Like `functools.cached_property`, which before Python 3.12 has one lock for all objects.
 
-    A process that is forked while another thread has that lock never gets it. Here two threads may
-    both work out the value, and one of the two equal values stays.
+    A process that is forked while another thread holds that lock would wait for it forever. Without
+    a lock, two threads may both compute the value, and one of the two equal values stays.
     """
 
     def __init__(self, function: Callable[[Any], T]) -> None:
@@ -24,7 +24,7 @@ class lazy(Generic[T]):  # a decorator
     @overload
     def __get__(self, thing: object, kind: type) -> T: ...
     def __get__(self, thing: object | None, kind: type) -> lazy[T] | T:
-        """The value; it is kept in the object, where Python finds it before it asks here again."""
+        """Compute the value, and keep it in the object, where Python finds it without this call."""
         if thing is None:
             return self
         value = self.function(thing)

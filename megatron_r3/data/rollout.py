@@ -1,7 +1,8 @@
 """The record of one sampled sequence.
 
 A `Rollout` is the only record between an engine and the trainer: a decoder in `engines/` makes it
-out of a response, `collect/` adds the reward and the name, `store/` writes it and reads it back.
+out of a response, `collect/` adds the reward and the name (policy version, group and sample), and
+`store/` writes it and reads it back.
 
 Shape suffixes (docs/glossary.md): C, N, U.
 """
@@ -19,8 +20,8 @@ from megatron_r3.data.values import wrong_logprob, wrong_name, wrong_reward, wro
 from megatron_r3.replay.routes import Routes
 from megatron_r3.replay.words import must_be, quoted
 
-# What a decoder cannot know. NaN and -1, not 0: a store refuses both, so a rollout that nobody
-# rewarded or named is never trained on by mistake.
+# What a decoder, which knows neither, sets. A store refuses NaN and -1, so a rollout without reward
+# or policy version is never trained on by mistake.
 UNREWARDED = float("nan")
 UNKNOWN_POLICY = -1
 
@@ -38,9 +39,9 @@ class Rollout:
         response_N: bool, True on sampled tokens.
         logprobs_N: float32, the sampler's log-probability of each sampled token, 0 on all others.
         reward: of the whole response; `UNREWARDED` (NaN) when it comes from a decoder.
-        group: rollouts of one prompt share it: GRPO normalises rewards inside a group. It is unique
-            inside one directory and policy version; a decoder sets the index of the prompt in its
-            request.
+        group: a number that the rollouts of one prompt share: GRPO normalises rewards inside a
+            group. It is unique inside one directory and policy version; a decoder sets the index of
+            the prompt in its request.
         policy_version: which policy sampled; `UNKNOWN_POLICY` (-1) when it comes from a decoder.
         routes: `[L, N - 1, K]`; the last token has no row, because the engine never forwarded it.
         sample: the number of the rollout inside its group. Group, sample and policy version
@@ -48,16 +49,16 @@ class Rollout:
         turns_U2: first token and end of each sampled span; None if the spans are the runs of
             `response_N`. Two turns may touch (a response that was continued): then only this field
             tells them apart.
-        prompt_digest: 63 bits of a hash of what the engine was asked; 0 where nobody knows. The
-            rollouts of one group share it.
-        kept: the tokens that top-k or top-p left for each sampled token. The log-probs are then
-            normalised over them. None if nothing was cut off, or nobody recorded it.
+        prompt_digest: 63 bits of a hash of what the engine was asked, which the rollouts of one
+            group share; 0 if it is not known.
+        kept: the tokens that top-k or top-p left for each sampled token; the log-probs are
+            normalised over these. None if nothing was cut off, or the sets were not recorded.
         versions_C2: int64, the first token and the policy version of each span that one policy
             sampled, if the weights changed while the rollout was sampled. The first span begins at
-            the first sampled token, each other one at a sampled token, and versions ascend. Then
-            `policy_version` is the first and oldest one. None if one policy sampled all tokens.
-        advantage: of the whole response, given by whoever rewarded it; None if the trainer is to
-            work it out of the rewards.
+            the first sampled token, each other span at a sampled token. Versions ascend, and
+            `policy_version` is the first one. None if one policy sampled all tokens.
+        advantage: of the whole response, given together with the reward; None if the trainer is to
+            compute it from the rewards.
     """
 
     tokens_N: np.ndarray
@@ -106,7 +107,7 @@ class Rollout:
     def wrong_parts(self, vocab_size: int = 0) -> str | None:
         """Which of tokens, log-probs, turns and routes is impossible, and why; None if none is.
 
-        Name and reward are not looked at: a decoder, which does not know them, asks here too.
+        Name and reward are not checked: a decoder, which does not know them, calls this too.
 
         Args:
             vocab_size: of the sampler; 0 where it is not known.
@@ -153,7 +154,7 @@ class Rollout:
         return None
 
     def _wrong_extras(self, vocab_size: int) -> str | None:
-        """What is wrong with kept sets and version spans; asked when all other parts are right."""
+        """What is wrong with kept sets and version spans, once all other fields are right."""
         sampled_N = np.asarray(self.response_N, bool)
         if self.versions_C2 is not None and (
             wrong := wrong_versions(self.versions_C2, sampled_N, self.policy_version)
@@ -168,7 +169,7 @@ class Rollout:
 def wrong_versions(
     versions_C2: np.ndarray, sampled_N: np.ndarray, policy_version: int
 ) -> str | None:
-    """Why these cannot be the spans of a rollout (`Rollout.versions_C2`); None if they can be."""
+    """Why `versions_C2` cannot be that of a rollout (`Rollout.versions_C2`); None if it can be."""
     spans = np.asarray(versions_C2)
     if spans.dtype != np.int64 or spans.ndim != 2 or spans.shape[1] != 2 or not len(spans):
         return "its version spans must be int64 pairs of first token and version"
@@ -192,10 +193,10 @@ def wrong_versions(
 def versions_of(
     versions_C2: np.ndarray | None, sampled_N: np.ndarray, policy_version: int
 ) -> np.ndarray:
-    """The policy version that sampled each token, int64 `[N]`; -1 for tokens of a prompt."""
+    """The policy version that sampled each token, int64 `[N]`; -1 for tokens not sampled."""
     if versions_C2 is None:
         return np.where(sampled_N, policy_version, -1)
-    # Example: spans that begin at 3 and 5 have, up to each of 7 tokens, 0 0 0 1 1 2 2 begun.
+    # How many spans have begun at each token. Example: spans from 3 and 5 on, 0 0 0 1 1 2 2.
     begun_N = np.searchsorted(versions_C2[:, 0], np.arange(len(sampled_N)), side="right")
     return np.where(sampled_N, versions_C2[np.maximum(begun_N - 1, 0), 1], -1)
 
@@ -224,11 +225,9 @@ def turns_of(response_N: np.ndarray) -> np.ndarray:
 
 
 def sampled_tokens(turns_U2: np.ndarray, num_tokens: int) -> np.ndarray | None:
-    """The tokens that these turns name, bool `[N]`; None if turns overlap or lie outside.
-
-    A turn of no tokens is refused as well.
-    """
-    bounds = turns_U2.reshape(-1)  # [[2, 4], [5, 6]] is 2 4 5 6: the step at 4 -> 5 may be 0
+    """Which tokens these turns cover, bool `[N]`; None if a turn overlaps, is empty or outside."""
+    # [[2, 4], [5, 6]] is 2 4 5 6: the step from 4 to 5 may be 0, if two turns touch
+    bounds = turns_U2.reshape(-1)
     ordered = (turns_U2[:, 0] < turns_U2[:, 1]).all() and (np.diff(bounds)[1::2] >= 0).all()
     if not ordered or (len(bounds) and (bounds[0] < 0 or bounds[-1] > num_tokens)):
         return None

@@ -42,7 +42,7 @@ def read_json(data: bytes | str, where: str, most_bytes: int = 1 << 26) -> Any:
 
 
 def _depth(data: bytes) -> int:
-    """A bound on how many brackets stand inside each other; a parser would recurse as often.
+    """An upper bound on how deep brackets are nested, which is how deep a parser would recurse.
 
     Example: of `{"a]": [[1], 2]}` the marks are `{"]"[[]]}`. An odd number of quotes stands before
     the first `]`, so it is text. The others are steps +1 +1 +1 -1 -1 -1, whose highest running sum
@@ -50,7 +50,7 @@ def _depth(data: bytes) -> int:
     backslash and ends nothing, `\\"` is a quote inside of a string.
     """
     opened = data.count(b"[") + data.count(b"{")
-    # Nearly every body ends here, even one of megabytes: two counts, and base64 has no brackets.
+    # Nearly every body returns here, even one of megabytes: base64 has no brackets.
     if opened <= MOST_DEPTH:
         return opened
     plain = data.replace(b"\\\\", b"").replace(b'\\"', b"")

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-# A policy does not draw a token with a log-prob below this. With a vocabulary of 1e6 tokens one
+# A policy practically never draws a token with a log-prob below this. With a vocabulary of 1e6, one
 # draw hits such a token with a chance of at most 1e6 * exp(-64) = 1.6e-22, and a collection of 1e12
 # tokens contains one with a chance of 1.6e-10.
 LEAST_LOGPROB = -64.0
@@ -32,8 +32,8 @@ def wrong_logprob(logprobs_G: np.ndarray) -> tuple[int, str] | None:
     Args:
         logprobs_G: natural logarithms for sampled tokens, at temperature 1; any float dtype.
     """
-    # Written as what is possible, not as what is wrong: NaN compares as False with everything, and
-    # so it is not possible.
+    # These are the possible values, not the wrong ones: comparing NaN gives False, so NaN is not
+    # possible.
     possible_G = (logprobs_G >= LEAST_LOGPROB) & (logprobs_G <= MOST_LOGPROB)
     if possible_G.all():
         return None
@@ -111,7 +111,7 @@ def wrong_count(counts_M: np.ndarray, least: int, total: int) -> str | None:
 
 
 def wrong_text(value: Any) -> str | None:
-    """Why this cannot be the name of an engine, a version or a model."""
+    """What the name of an engine, a version or a model must be, as words behind "must be"."""
     if not isinstance(value, str):
         return f"a text; got {type(value).__name__}"
     if len(value) > MOST_TEXT:

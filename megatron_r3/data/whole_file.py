@@ -15,13 +15,13 @@ from typing import BinaryIO
 def whole_file(path: Path, *, replaces: bool = True, sync: bool = True) -> Iterator[BinaryIO]:
     """Write a file that gets its name when the block ends, or leaves nothing if the block raises.
 
-    Until then it lies beside `path` under another name, because a rename does not cross file
-    systems. Folders above it are made.
+    Until then the data is in a temporary file beside `path`, because a rename does not cross file
+    systems. Missing folders are made.
 
     Args:
-        replaces: whether a file of that name is replaced.
-        sync: whether the bytes are on disk before the name is. False is for what is made again
-            after a power failure.
+        replaces: whether a file that already has the name is replaced.
+        sync: whether the bytes are on disk before the name is. False is for a file that can be made
+            again after a power failure.
 
     Raises:
         FileExistsError: a file has the name, and is not to be replaced; it stays as it is.
@@ -32,8 +32,8 @@ def whole_file(path: Path, *, replaces: bool = True, sync: bool = True) -> Itera
         folder.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder)) from error
-    # A name of its own: in containers, processes that begin at once have one process id. Unlike
-    # mkstemp, open gives the file the mode that the umask leaves it.
+    # A random name: a process in another container may have the same process id. `open`, unlike
+    # mkstemp, gives the file the mode that the umask allows.
     temporary = folder / f".{path.name}-{secrets.token_hex(4)}"
     try:
         with temporary.open("xb") as file:

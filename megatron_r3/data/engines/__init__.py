@@ -5,7 +5,7 @@
     shape = ModelShape.from_hf_config("model/config.json")
     rollouts = decode("sglang", response, request, shape, "request 7")
 
-Each engine has a file with one function, `decode_increments`; docs/engines.md says what each reads.
+Each engine has a file with a function `decode_increments`; docs/engines.md says what it reads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_r3.data.rollout import Rollout
 
 __all__ = ["EngineError", "Increment", "ModelShape", "decode", "decode_increments", "stitch"]
 
-# transformers.py is not among them: it watches a model that runs here, and importing it loads torch
+# without transformers.py, which captures routes of a model in this process, and imports torch
 _DECODERS: dict[str, Callable[..., list[Increment]]] = {
     "megatron": megatron.decode_increments,
     "own": own.decode_increments,
@@ -44,16 +44,18 @@ def decode(
         response: what the engine returned, as the engine's file describes it.
         request: the body that was sent to the engine.
         shape: of the model that the engine runs.
-        where: what errors call the request.
-        options: those of the engine's `decode_increments`.
+        where: the name of the request in errors.
+        options: keyword options of the engine's `decode_increments`.
 
     Returns:
-        One rollout for each choice. Its group is the index of its prompt in the request; its
-        reward is `UNREWARDED` and its policy version `UNKNOWN_POLICY`, until the caller knows them.
+        One rollout for each choice. Its group is the index of its prompt in the request. The caller
+        sets its reward, here `UNREWARDED`, and its policy version, here `UNKNOWN_POLICY` unless
+        several versions sampled it (`stitch`).
 
     Raises:
         EngineError: naming `where` and the choice, and token and layer where there is one. A
-            response whose routes start late is refused: it is for `decode_increments` and `stitch`.
+            response whose routes do not start at token 0 is refused: decode all responses of its
+            conversation with `decode_increments`, and join them with `stitch`.
     """
     found = decode_increments(engine, response, request, shape, where, **options)
     return [increment.whole() for increment in found]
@@ -67,7 +69,7 @@ def decode_increments(
     where: str,
     **options: Any,
 ) -> list[Increment]:
-    """What each choice of one response adds to its conversation; the arguments of `decode`.
+    """What each choice of one response adds to its conversation; arguments as in `decode`.
 
     Raises:
         EngineError: naming `where` and the choice, and token and layer where there is one.

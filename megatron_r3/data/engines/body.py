@@ -1,8 +1,8 @@
 """What the requests and responses of all engines have in common: options, prompts, choices, arrays.
 
-Errors do not name their request: `decode_increments` adds the name (`shape.naming`). Nothing is
-unpickled, and nothing is allocated that the data does not hold: the shape that a header claims is
-compared with the bytes that are there before an array is made.
+Errors raised here do not name the request: `decode_increments` adds its name (`shape.naming`).
+Nothing is unpickled, and no array is larger than the data: the shape that a header claims is
+compared with the number of bytes before an array is made.
 
 Shape suffixes (docs/glossary.md): G, V.
 """
@@ -23,7 +23,7 @@ from megatron_r3.data.values import MOST_TOKEN_ID
 from megatron_r3.replay.words import quoted, said
 
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")
-# The fields of a request that may hold its prompt, of each engine: the first that is there counts.
+# By engine, the fields of a request that may hold the prompt: the first one that is set counts.
 _PROMPTS = {
     "vllm": ("token_ids", "prompt"),
     "sglang": ("input_ids", "text", "prompt"),
@@ -33,8 +33,8 @@ _MOST_TOKENS = ("max_tokens", "max_completion_tokens", "max_new_tokens")
 _TOKEN_ID = re.compile(r"token_id:(\d{1,10})")
 STREAMED = "a streamed response is not read; ask with stream false"
 _NUMBERS = (int, float, np.integer, np.floating)
-# The header of a .npy as numpy itself writes it. numpy's reader evaluates the header as Python,
-# which takes as long as a fifth of the routes that follow; and a regular expression cannot recurse.
+# The header of a .npy as numpy writes it. numpy's own reader parses the header as Python: that adds
+# a fifth to the time of reading the routes, and recurses where brackets are nested.
 _NPY = re.compile(
     rb"\x93NUMPY\x01\x00..\{ ?'descr': ?'(?P<descr>[|<>=]\w{1,15})', ?"
     rb"'fortran_order': ?(?P<fortran>True|False), ?"
@@ -53,7 +53,7 @@ def option(request: Mapping[str, Any], name: str, default: int) -> Any:
 
 
 def whole_number(value: Any, name: str, least: int = 0) -> int:
-    """`value`, which must be a whole number from `least` on that 31 bits can hold."""
+    """`value`, refused unless it is a whole number from `least` to 2**31 - 1."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST_TOKEN_ID:
         raise EngineError(f"{name} must be a whole number from {least} on; got {quoted(value)}")
     return value
@@ -63,7 +63,7 @@ def most_tokens(request: Mapping[str, Any]) -> int | None:
     """How many tokens a response may have; None if the request has no limit.
 
     A request may give the limit under two names, or (SGLang) in a list of `sampling_params` with
-    one entry for each prompt. The largest number counts, because engines disagree on which does.
+    one entry for each prompt. The largest limit counts, because engines disagree on which applies.
     """
     nested = request.get("sampling_params")
     holders = [request, *(nested if isinstance(nested, list) else [nested])]
@@ -80,10 +80,10 @@ def most_tokens(request: Mapping[str, Any]) -> int | None:
 def refuse_response(
     response: Mapping[str, Any], request: Mapping[str, Any], any_model: str = ""
 ) -> None:
-    """Refuse what is no answer to the request: an error, another model's, or one with its prompt.
+    """Refuse an error, a stream, a response of another model, and one that repeats its prompt.
 
     Args:
-        any_model: the name that the engine has for any model; empty if it has none.
+        any_model: a name that the engine returns whatever model it runs; empty if there is none.
     """
     # {"error": {"message": ...}} or {"error": "..."} (vLLM), {"detail": ...} (FastAPI's own), or
     # {"object": "error", "message": ...} (SGLang's OpenAI routes)
@@ -105,7 +105,7 @@ def refuse_response(
 
 
 def refuse_half_way(reason: Any) -> None:
-    """Refuse a choice that the engine gave up: the policy would have sampled on.
+    """Refuse a choice that the engine aborted: the policy would have gone on sampling.
 
     Args:
         reason: the finish reason, a text (vLLM, Megatron) or an object with a `type` (SGLang).
@@ -142,7 +142,7 @@ def prompt_contents(engine: str, request: Mapping[str, Any]) -> list[Any]:
 
 
 def refuse_other_parts(messages: list[Mapping[str, Any]]) -> None:
-    """Refuse a chat with a part that is no text: a trainer would take its tokens as text."""
+    """Refuse a chat with images, audio or files: the trainer would read their tokens as text."""
     for number, message in enumerate(messages):
         content = message.get("content")
         for index, part in enumerate(content if isinstance(content, list) else []):
@@ -184,7 +184,7 @@ def id_array(value: Any, name: str, hint: str) -> np.ndarray:
 
 
 def refuse_none_sampled(value: Any, name: str) -> None:
-    """Refuse an empty list of what was sampled."""
+    """Refuse an empty list of sampled tokens."""
     if isinstance(value, (list, tuple)) and not value:
         raise EngineError(
             f"{name} is empty: no token was sampled; ask for at least 1 (max_tokens, of SGLang's "
@@ -199,7 +199,7 @@ def prompt_array(asked: Any, returned: Any, hint: str) -> np.ndarray:
         asked: the prompt of the request; None for a text or a chat.
         returned: the prompt's ids in the response, which must not contradict `asked`; None if the
             response has none.
-        hint: how to ask for them.
+        hint: how to ask the engine for the prompt's ids.
     """
     if asked is None and returned is None:
         raise EngineError(f"no prompt_token_ids; {hint}")
@@ -224,11 +224,11 @@ def sampled_logprobs(
     The two forms are `{"token_logprobs": [-0.5], "tokens": ["token_id:9"]}` (completions) and
     `{"content": [{"logprob": -0.5, "token": "token_id:9"}]}` (chat). Where the log-probs name their
     tokens by id (vLLM: /inference/v1/generate always, the others with
-    `return_tokens_as_token_ids`), these must be the tokens of the response. Names that are texts
-    prove nothing, because several tokens have one text: such names are not looked at.
+    `return_tokens_as_token_ids`), the ids must be those of the response. Names that are texts are
+    not compared, because several tokens can have the same text.
 
     Args:
-        logprobs: of a choice.
+        logprobs: the `logprobs` of a choice.
         response_G: the sampled tokens.
         hint: how to ask for log-probs.
         prompt_length: the index of the first sampled token in the sequence, for errors.
@@ -266,7 +266,7 @@ def _refuse_other_names(names: Any, response_G: np.ndarray, prompt_length: int) 
 
 
 def integer_array(value: Any, name: str) -> np.ndarray:
-    """Three axes of integers from base64 of a `.npy`, nested lists, or an array.
+    """An integer array of three axes, from base64 of a `.npy`, nested lists, or an array.
 
     Raises:
         EngineError: naming `name`; numpy's own errors never escape.
@@ -281,7 +281,7 @@ def integer_array(value: Any, name: str) -> np.ndarray:
 
 
 def bare_array(text: Any, dtype: str, name: str) -> np.ndarray:
-    """One axis of numbers from base64 of their bytes, which say neither shape nor dtype."""
+    """A flat array from base64 of its bytes, which have no header with shape or dtype."""
     raw = _decoded(text, name)
     if len(raw) % np.dtype(dtype).itemsize:
         raise EngineError(f"{name}: {len(raw)} bytes are no whole number of {dtype}")
@@ -289,10 +289,10 @@ def bare_array(text: Any, dtype: str, name: str) -> np.ndarray:
 
 
 def shaped_array(text: Any, dtype: str, shape: Any, name: str) -> np.ndarray:
-    """Three axes of integers from base64 of their bytes, and a shape that is told beside them."""
+    """An integer array of three axes, from base64 of its bytes and a shape sent beside them."""
     flat = bare_array(text, dtype, name)
     is_shape = isinstance(shape, (list, tuple)) and all(type(axis) is int for axis in shape)
-    # math.prod, because Python's numbers do not wrap
+    # math.prod, because Python's integers do not overflow
     if not is_shape or len(shape) != 3 or min(shape) < 0 or math.prod(shape) != len(flat):
         raise EngineError(
             f"{name}: routes must be [tokens, layers, topk]; got {len(flat)} ids for the shape "
@@ -335,7 +335,7 @@ def _decoded(text: Any, name: str) -> bytes:
 
 
 def _npy_array(raw: bytes, name: str) -> np.ndarray:
-    """The integers of a `.npy` file's bytes, which the array shares.
+    """The integers in the bytes of a `.npy` file; the array is a view of these bytes.
 
     Raises:
         EngineError: a header that numpy does not write, or another size than the header says.
@@ -351,8 +351,8 @@ def _npy_array(raw: bytes, name: str) -> np.ndarray:
         raise EngineError(f"{broken} ({_short(error)})") from error
     if dtype.kind not in "iu":
         raise EngineError(f"{name}: ids must be integers; got {_short(dtype)}")
-    # math.prod, because Python's numbers do not wrap: a header of (2**32, 2**32) would claim 0
-    # elements in int64
+    # math.prod, because Python's integers do not overflow: in int64 the shape (2**32, 2**32) would
+    # have 0 elements
     expected, got = math.prod(shape) * dtype.itemsize, len(raw) - header.end()
     if expected != got:
         raise EngineError(f"{broken} ({got} bytes for {shape} of {dtype})")
@@ -361,7 +361,7 @@ def _npy_array(raw: bytes, name: str) -> np.ndarray:
 
 
 def _plain(value: Any, name: str) -> np.ndarray:
-    """An array; lists that hold anything but numbers become an array of objects."""
+    """`value` as an array; lists that hold anything but numbers become an array of objects."""
     if isinstance(value, (list, tuple)):
         return _from_lists(value, name)
     if not hasattr(value, "__array__"):
@@ -380,7 +380,7 @@ def _from_lists(value: list[Any] | tuple[Any, ...], name: str) -> np.ndarray:
         objects = np.array(value, dtype=object)
     except (ValueError, OverflowError, RecursionError) as error:
         raise EngineError(f"{uneven} ({_short(error)})") from error
-    if objects.ndim > 8:  # numpy itself walks no more than 32 axes
+    if objects.ndim > 8:  # `flat`, used below, fails above 32 axes
         raise EngineError(f"{uneven} ({objects.ndim} axes)")
     kinds = set(map(type, objects.flat))
     if kinds & {list, tuple}:  # [[1], [2, 3]] is an array of two lists

@@ -60,9 +60,9 @@ def checked_routes(
     """
     _check_rows(rows_TYK, num_tokens, shape, start)
     rows_TLK = _moe_layers(rows_TYK, shape)
-    # With K = 1 a row [0] is expert 0 and a possible route, so Routes would take it: look first.
-    # With K > 1 a row of zeros has expert 0 twice, so Routes refuses it, and the search for a
-    # better reason is left to the responses that are wrong.
+    # With K = 1 a row [0] may mean expert 0, so Routes accepts zeros: look for them first. With
+    # K > 1 Routes refuses a row of zeros, which has expert 0 twice: look for zeros only then, to
+    # name the cause.
     if shape.topk == 1:
         _refuse_not_captured(rows_TLK, shape, start)
     try:
@@ -91,7 +91,7 @@ def _check_rows(rows_TYK: np.ndarray, num_tokens: int, shape: ModelShape, start:
 
 
 def row_cause(rows: int, expected: int) -> str:
-    """What may have happened to a response with another number of rows, for an error."""
+    """The likely cause of a wrong number of rows, for an error."""
     if rows > expected:
         return (
             ": were tokens cut off after they were sampled, for example behind a stop word? "
@@ -110,8 +110,8 @@ def _moe_layers(rows_TYK: np.ndarray, shape: ModelShape) -> np.ndarray:
             f"routes of {layers} layers; the model has {shape.num_hidden_layers}, {num_moe} of "
             f"them MoE layers: {ANOTHER_MODEL}"
         )
-    # engines leave the rows of dense layers at zero, so another number there means that the server
-    # runs a model with other MoE layers than the config that is read here
+    # engines leave the rows of dense layers at zero, so anything else there means that the server's
+    # model has other MoE layers than the config says
     for layer in range(layers):
         if layer not in shape.moe_layers and rows_TYK[:, layer].any():
             raise EngineError(
@@ -124,7 +124,7 @@ def _moe_layers(rows_TYK: np.ndarray, shape: ModelShape) -> np.ndarray:
 def _refuse_not_captured(rows_TLK: np.ndarray, shape: ModelShape, start: int) -> None:
     """Refuse rows of zeros, which engines return where they captured nothing."""
     zero_TL = ~rows_TLK.any(-1)
-    if shape.topk == 1:  # one row [0] may be expert 0; a whole response of them is not believed
+    if shape.topk == 1:  # single rows [0] may mean expert 0, but not all rows of a response
         zero_TL &= zero_TL.all() and shape.num_experts > 1
     if not zero_TL.any():
         return

@@ -1,15 +1,15 @@
 """One rollout out of the responses of one conversation.
 
-A response answers a prompt that holds all that was said before. Example of two turns (u: the
-user's tokens, s: sampled ones), the second asked with a start of 4:
+The prompt of each response holds the whole conversation before it. Example of two turns (u: the
+user's tokens, s: sampled ones); the second request asks for routes from token 4 on (its start):
 
     token         0 1 2 3 4 5 6 7 8
     response 1    u u s s s            rows of tokens 0 1 2 3
     response 2    u u s s s u u s s    rows of tokens 4 5 6 7
 
 Token 4 was sampled by the first response and forwarded by the second: an engine makes the row of a
-token when it forwards the token, and the last token of a response is never forwarded there. So ask
-the next turn with a start of the previous length - 1, which is 4 here, and not 5.
+token when it forwards the token, and the request that samples the last token does not forward it.
+So ask for the next turn's routes from the previous length - 1 on, which is 4 here, and not 5.
 
 Shape suffixes (docs/glossary.md): C, G, K, L, N, T, U.
 """
@@ -37,18 +37,19 @@ class Increment:
     """What one response adds to a conversation.
 
     Attributes:
-        tokens_N: int32, all tokens known by then: the response's prompt and the sampled tokens.
+        tokens_N: int32, the response's prompt and the tokens that it sampled.
         prompt_length: how many of the tokens are the prompt.
         logprobs_G: float32, of the tokens that this response sampled.
         routes: `[L, N - 1 - start, K]`, checked.
         start: the token of the first row.
         group: the index of the prompt in its request.
-        where: what errors call the response.
-        kept: of all its tokens, those of its prompt with empty sets; None if the engine returned no
-            sampling mask. The log-probs are then normalised over the kept sets.
+        where: the name of the response in errors.
+        kept: the kept set of each token, empty for tokens of the prompt; the log-probs are
+            normalised over these sets. None if the engine returned no sampling mask.
         versions_G: int64, the version of the weights that sampled each token; None if the engine
             does not report it as a whole number.
-        says: what the response says beside; a text says why that is refused, see `said`.
+        says: the response's text, finish reason and weight versions; if these are refused, a text
+            with the reason, which `said` raises.
     """
 
     tokens_N: np.ndarray
@@ -63,7 +64,7 @@ class Increment:
     says: Said | str = field(default_factory=Said)
 
     def check(self) -> None:
-        """Refuse parts that do not belong together, and values that no rollout has.
+        """Refuse fields that do not fit each other, and values that no rollout can have.
 
         Raises:
             EngineError: naming the token where there is one, but not `where`.
@@ -97,10 +98,10 @@ class Increment:
             raise EngineError(reason)
 
     def said(self) -> Said:
-        """What the response says beside tokens and routes.
+        """The response's text, finish reason and weight versions.
 
         Raises:
-            EngineError: it is not what a response can say; the error names `where`.
+            EngineError: the decoder refused them; the message names `where` and the reason.
         """
         if isinstance(self.says, str):
             raise EngineError(f"{self.where}: {self.says}")
@@ -110,7 +111,7 @@ class Increment:
         """The rollout of this response alone.
 
         Raises:
-            EngineError: its routes start late, so rows are missing.
+            EngineError: its routes do not start at token 0, so rows are missing.
         """
         if self.start:
             raise EngineError(
@@ -123,13 +124,13 @@ class Increment:
 def read_choices(
     choices: Sequence[Choice], where: str, count: int, read: Callable[[Choice, int], Increment]
 ) -> list[Increment]:
-    """Read each choice of a response; errors say which one it was.
+    """Read each choice of a response; an error names the choice.
 
     Args:
         choices: of one response, in order: those of the first prompt, those of the second, ...
-        where: what errors call the request.
+        where: the name of the request in errors.
         count: how many choices a prompt has.
-        read: makes the increment of a choice, whose second argument is the number of its prompt.
+        read: makes an increment from a choice and the index of its prompt.
     """
     increments = []
     for number, choice in enumerate(choices):
@@ -145,18 +146,18 @@ def read_choices(
 def stitch(increments: Sequence[Increment], where: str, *, holes: str = "refuse") -> Rollout:
     """One rollout of all turns, with the rows of all its tokens but the last.
 
-    The longest response has all tokens; every other response must have a beginning of them. A row
-    that arrives again (a retry, a prefix sent twice) must be the same set of experts.
+    The longest response has all tokens; the tokens of each other response must be a prefix of them.
+    A row that arrives again (a retry, a prefix sent twice) must be the same set of experts.
 
     Args:
         increments: of one conversation, in any order.
-        where: what errors call the conversation.
+        where: the name of the conversation in errors.
         holes: what becomes of rows that no response brought: "refuse", or "missing" to leave them
             not recorded.
 
     Returns:
-        A rollout without reward and policy version, as `engines.decode` returns them. If the
-        engine's versions of several weights sampled it, its policy version is the oldest of them.
+        A rollout without reward and policy version, as `engines.decode` returns it. If the weights
+        changed while it was sampled, its policy version is the oldest that the engine reported.
 
     Raises:
         EngineError: tokens or rows disagree, or a row is missing; the message names token and
@@ -166,11 +167,11 @@ def stitch(increments: Sequence[Increment], where: str, *, holes: str = "refuse"
         raise EngineError(f"{where}: holes must be refuse or missing; got {holes!r}")
     if not increments:
         raise EngineError(f"{where}: there are no responses to stitch")
-    # stable: responses of one length keep their order, so that a retry comes later
+    # a stable sort: responses of the same length keep their order, so a retry stays behind
     ordered = sorted(increments, key=lambda increment: len(increment.tokens_N))
     tokens_N = ordered[-1].tokens_N
-    # Most rollouts are one response that decode_increments has checked already. It is checked again
-    # because an increment may be made by hand, or kept and changed between two turns.
+    # decode_increments has checked its increments already, but a caller may make an increment by
+    # hand, or change one between two turns: so each is checked again.
     for increment in ordered:
         with naming(increment.where):
             increment.check()
@@ -245,7 +246,7 @@ def _joined_rows(ordered: Sequence[Increment], num_rows: int) -> Routes:
 
 
 def _refuse_other_rows(increment: Increment, known_LTK: np.ndarray, again_T: np.ndarray) -> None:
-    """Refuse a row that differs from the one that is known; the order inside a row may differ."""
+    """Refuse a row that arrived before with another set of experts."""
     if not again_T.any():
         return
     # [3, 0] and [0, 3] are one set of experts: a retry may well return its rows in another order
@@ -268,18 +269,18 @@ def _turns(
 
     The last array, `[N]`, says for each sampled token which of `ordered` sampled it; -1 for others.
 
-    The first response that sampled a token counts; a retry adds only tokens behind those. A
-    response that was cut off and asked to go on gives two turns that touch. Example, N = 6:
+    A token belongs to the first response that sampled it; a retry adds only tokens behind those. A
+    response that was cut off and then continued gives two adjacent turns. Example, N = 6:
 
         response 1, prompt of 2, samples tokens 2 3        turn of each token: - - 0 0
         response 2, prompt of 4, samples tokens 4 5                            - - 0 0 1 1
 
-    That line changes at 2, at 4 and at its end, so the turns are [2, 4] and [4, 6].
+    The turns - - 0 0 1 1 change at 2, at 4 and at the end: so they are [2, 4] and [4, 6].
     """
     turn_N = np.full(num_tokens, -1, np.int32)
     source_N = np.full(num_tokens, -1, np.int64)
     logprobs_N = np.zeros(num_tokens, np.float32)
-    prompt_lengths: list[int] = []  # a turn is known by its prompt: a retry has the same one
+    prompt_lengths: list[int] = []  # one for each turn: a retry has a prompt of the same length
     for number, increment in enumerate(ordered):
         span = slice(increment.prompt_length, len(increment.tokens_N))
         new = turn_N[span] < 0
@@ -295,7 +296,7 @@ def _turns(
 
 
 def _joined_kept(ordered: Sequence[Increment], source_N: np.ndarray) -> KeptSets | None:
-    """The kept sets of the responses that sampled the tokens; None if no response has any.
+    """Each token's kept set, from the response that sampled it; None if no response has any.
 
     Raises:
         EngineError: some responses have kept sets and others have none.
@@ -320,7 +321,7 @@ def _joined_kept(ordered: Sequence[Increment], source_N: np.ndarray) -> KeptSets
 def _joined_versions(
     ordered: Sequence[Increment], source_N: np.ndarray, where: str
 ) -> np.ndarray | None:
-    """The spans of a rollout that several versions sampled; None if there is one, or none is known.
+    """First token and version of each span; None for a single version, or if one is unknown.
 
     Raises:
         EngineError: a token was sampled by older weights than a token before it.

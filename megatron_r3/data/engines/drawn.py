@@ -33,7 +33,7 @@ def kept_sets(lists: Any, name: str, prompt_length: int, num_sampled: int) -> Ke
         raise EngineError(f"{name}: expected a list of ids for each response token")
     if len(lists) != num_sampled:
         raise EngineError(f"{name}: {len(lists)} lists for {num_sampled} response tokens")
-    # The types are looked at first, because numpy makes a number of True.
+    # The types are checked first, because numpy would turn True into 1.
     for index, one in enumerate(lists):
         if not all(type(token) is int for token in one):
             raise EngineError(f"{name}: an entry of token {prompt_length + index} is no id")
@@ -50,7 +50,7 @@ def version_spans(spans: Any, num_sampled: int) -> np.ndarray | None:
     3 3 4.
 
     Args:
-        spans: `weight_versions` of vLLM (0.32) and SGLang (0.5.23); the places count sampled
+        spans: `weight_versions` of vLLM (0.32) and SGLang (0.5.23); start and end count sampled
             tokens. None gives None, as do versions that are no whole numbers, e.g. "default".
         num_sampled: G.
 
@@ -82,10 +82,10 @@ def version_spans(spans: Any, num_sampled: int) -> np.ndarray | None:
 
 
 def read_spans(spans: Any) -> list[list[Any]]:
-    """Version, start and end of each of `weight_versions`, JSON or Python objects of vLLM.
+    """Version, start and end of each span of `weight_versions`, JSON or vLLM's Python objects.
 
     Raises:
-        EngineError: this is no list.
+        EngineError: `spans` is no list.
     """
     if not isinstance(spans or [], (list, tuple)):
         raise EngineError(f"weight_versions must be a list of spans; got {quoted(spans)}")

@@ -2,8 +2,8 @@
 
 The dynamic text generation server puts `moe_topk_indices` into each choice of /v1/completions and
 /v1/chat/completions: nested lists in 0.17, `["ndarray", {data, dtype}]` with int16 from 0.18 on.
-Unpatched, they hold the MoE layers in the order in which routers were made, which is the decoder's,
-then those of MTP. A patched server has the decoder's alone, and sends bytes:
+An unpatched server sends all MoE layers in the order in which their routers were created: those of
+the decoder, then those of MTP. A patched server sends the decoder's alone, as bytes:
 `["ndarray", {data, dtype, shape}]`. 0.17's /v1/completions returns no token ids and cannot be read.
 
 Shape suffixes (docs/glossary.md): G, K, L, N, T.
@@ -35,7 +35,7 @@ from megatron_r3.data.engines.said import said_or_why_not
 from megatron_r3.data.engines.shape import EngineError, ModelShape, naming
 from megatron_r3.replay.words import quoted, said
 
-# A choice of /v1/completions from 0.18 on, without what is not read here:
+# A choice of /v1/completions from 0.18 on, without the fields that are not read here:
 #
 #   {"index": 0, "prompt_token_ids": [5, 9], "generation_token_ids": [7, 3], "num_evictions": 0,
 #    "generation_log_probs": [-0.5, -1.2],
@@ -56,13 +56,13 @@ def decode_increments(
     *,
     num_mtp_layers: int = 0,
 ) -> list[Increment]:
-    """What each choice adds to its conversation, always from token 0 on.
+    """What each choice adds to its conversation; its routes always start at token 0.
 
     Args:
         response: the body that the server returned.
         request: the body that was sent.
         shape: of the model that the server runs.
-        where: what errors call the request.
+        where: the name of the request in errors.
         num_mtp_layers: MoE layers of multi-token prediction in the server's model; their routes
             come last and are dropped.
 
@@ -95,7 +95,7 @@ def _increment(
     num_mtp_layers: int,
 ) -> Increment:
     refuse_half_way(choice.get("finish_reason"))
-    # chat: 0.19 says ids and log-probs in the message only, 0.17 in the choice too
+    # chat: 0.19 has ids and log-probs in the message only, 0.17 has them in the choice too
     message = choice.get("message")
     fields = {**(message if isinstance(message, Mapping) else {}), **choice}
     evictions = fields.get("num_evictions")
@@ -127,10 +127,11 @@ def policy_versions(epochs: Any, prompt_length: int, num_sampled: int) -> np.nda
     one of version 4, so that version 3 sampled tokens 5 and 6, and version 4 token 7.
 
     Args:
-        epochs: `policy_epoch`: first token and number, ascending. None where nobody counts.
+        epochs: the response's `policy_epoch`, pairs of first token and version, ascending; None if
+            the server counts no versions.
 
     Raises:
-        EngineError: they are no such pairs.
+        EngineError: `epochs` has something other than such pairs.
     """
     if not epochs:
         return None
@@ -142,7 +143,7 @@ def policy_versions(epochs: Any, prompt_length: int, num_sampled: int) -> np.nda
     numbers = [whole_number(number, "policy_epoch: a number") for _, number in pairs]
     if firsts[0] != 0 or firsts != sorted(firsts):
         raise EngineError(f"policy_epoch: first tokens must ascend from 0; got {said(firsts)}")
-    # the token before the one that was sampled went through the forward pass
+    # the forward pass of a token samples the token behind it
     forwarded_G = np.arange(prompt_length - 1, prompt_length - 1 + num_sampled)
     which_G = np.searchsorted(firsts, forwarded_G, side="right") - 1
     return np.array(numbers, np.int64)[which_G]

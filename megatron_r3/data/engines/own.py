@@ -1,6 +1,6 @@
 """Plain arrays, from an engine of your own or from a file.
 
-No command reads these: this file is for a framework that holds arrays and calls `engines.decode`.
+No command reads such arrays: this file is for a framework that calls `engines.decode` itself.
 
 Shape suffixes (docs/glossary.md): G, K, N, T, Y.
 """
@@ -45,7 +45,7 @@ def decode_increments(
         request: `prompt`, the token ids that every sequence continues; `start`, the token of the
             first row, 0 if left out; `max_tokens`, if no sequence may be longer.
         shape: of the model that sampled.
-        where: what errors call the request.
+        where: the name of the request in errors.
 
     Raises:
         EngineError: naming `where` and the sequence, and token and layer where there is one.

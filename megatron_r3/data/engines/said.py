@@ -1,8 +1,7 @@
-"""What a response says beside tokens and routes: the text, why it ended, by which weights.
+"""What a response holds beside tokens and routes: its text, finish reason and weight versions.
 
-Whoever decodes wants tokens and routes, and may want no more. So each decoder reads these things
-where they stand in its engine's response, and a refusal of them is raised when somebody asks for
-them (`Increment.said`).
+Many callers need only tokens and routes. So a decoder does not fail on a wrong text, finish reason
+or version: the error is kept, and raised when somebody asks for these (`Increment.said`).
 """
 
 from __future__ import annotations
@@ -16,22 +15,22 @@ from megatron_r3.data.engines.drawn import read_spans
 from megatron_r3.data.engines.shape import EngineError
 from megatron_r3.data.values import wrong_text
 
-# What a server's parsers take out of the text that the model wrote; names differ by engine.
+# Fields to which a server's parsers move pieces of the model's text; names differ by engine.
 BESIDE_CONTENT = ("reasoning", "reasoning_content", "tool_calls", "function_call", "refusal")
 
 
 @dataclass(frozen=True)
 class Said:
-    """What one choice of a response says.
+    """What one choice of a response holds beside tokens and routes.
 
     Attributes:
-        message: what the model wrote, as the engine says it: `content`, and what `BESIDE_CONTENT`
-            names. Nothing else that the engine may send with it (ids, log-probs). Empty if the
-            engine sends no text, as one without a tokenizer does.
+        message: the model's message: `content` and the fields of `BESIDE_CONTENT`, without what
+            else the engine sends in it (ids, log-probs). Empty if the engine sends no text, for
+            example because it has no tokenizer.
         finish_reason: why the response ended, in the engine's words: "stop", "length".
         policies: the versions of the weights that sampled the choice, each once, as far as the
-            engine says them. Two of them mean that new weights came while it was sampled.
-        model: the name under which the server has the model; empty if the response has none.
+            engine reports them. Two versions mean that the weights changed in between.
+        model: the name under which the server serves the model; empty if the response has none.
     """
 
     message: Mapping[str, Any] = field(default_factory=dict)
@@ -43,7 +42,7 @@ class Said:
 def said_or_why_not(
     body: Mapping[str, Any], choice: Mapping[str, Any], versions: Iterable[int] = ()
 ) -> Said | str:
-    """What `read_said` returns; the message of its refusal in place of one."""
+    """What `read_said` returns, or the message of the error that it raises."""
     try:
         return read_said(body, choice, versions)
     except EngineError as error:
@@ -61,11 +60,11 @@ def read_said(
     Args:
         body: the response; where it has no choices, the choice itself.
         choice: the choice.
-        versions: of the weights, as the decoder has counted them (Megatron).
+        versions: versions of the weights that the decoder has read already (Megatron).
 
     Raises:
-        EngineError: something here is no text, the message has audio, or the engine gave the
-            choice up half-way.
+        EngineError: content, finish reason or a version is no text, the message has audio, or the
+            engine aborted the choice.
     """
     meta = choice.get("meta_info")
     meta = meta if isinstance(meta, Mapping) else {}

@@ -2,11 +2,11 @@
 
 A request asks for routes with `return_routed_experts`. /generate returns them for every sample
 (`meta_info.routed_experts`), OpenAI's endpoints for the first choice only
-(`sglext.routed_experts`; from 0.5.18 on, with `return_meta_info`, for every choice). Up to 0.5.9
-a server that balances experts sends ids that are not the model's: this reads 0.5.10 on.
+(`sglext.routed_experts`; from 0.5.18 on, with `return_meta_info`, for every choice). Use 0.5.10 or
+later: before, a server that balances experts (EPLB) sends ids that are not the model's.
 
-The routes are base64 of bare little-endian int32 of all hidden layers: neither a shape nor a start
-stands beside them.
+The routes are base64 of little-endian int32 ids of all hidden layers, without a header: the
+response says neither their shape nor their first token.
 
 Shape suffixes (docs/glossary.md): G, K, N, T, Y.
 """
@@ -48,7 +48,7 @@ from megatron_r3.data.engines.shape import EngineError, ModelShape, naming
 from megatron_r3.data.kept import KeptSets
 from megatron_r3.replay.words import quoted
 
-# A sample of /generate, and a response of /v1/completions, without what is not read here:
+# A sample of /generate, and a response of /v1/completions, without the fields that are not read:
 #
 #   {"output_ids": [7, 3], "meta_info": {
 #       "prompt_tokens": 2, "finish_reason": {"type": "length"}, "num_retractions": 0,
@@ -58,7 +58,7 @@ from megatron_r3.replay.words import quoted
 #   {"choices": [{"index": 0, "token_ids": [7, 3], "prompt_token_ids": [5, 9], "logprobs": {...}}],
 #    "sglext": {"routed_experts": "AwAAAAEAAAA..."}}
 
-# 0.5.23 with return_sampling_mask: managers/tokenizer_manager.py, `_handle_batch_output`
+# fields of 0.5.23 with return_sampling_mask (SGLang's `TokenizerManager._handle_batch_output`)
 _MASK, _MASK_LOGPROBS = "output_token_sampling_mask", "output_token_sampling_logprobs"
 
 _ASK_PROMPT = "send input_ids, not text"
@@ -78,7 +78,7 @@ def decode_increments(
         response: the body that the server returned.
         request: the body that was sent; `routed_experts_start_len` is the token of the first row.
         shape: of the model that the server runs.
-        where: what errors call the request.
+        where: the name of the request in errors.
 
     Raises:
         EngineError: naming `where` and the choice, and token and layer where there is one.
@@ -111,7 +111,7 @@ def _samples_of_one(request: Mapping[str, Any]) -> Any:
 
 
 def _items(response: Any, request: Mapping[str, Any], expected: int) -> list[dict[str, Any]]:
-    """The samples of either endpoint, in one form (meta_info, log-probs as OpenAI has them)."""
+    """The samples of /generate or of an OpenAI endpoint, in one form."""
     if isinstance(response, Mapping):
         refuse_response(response, request)
         if "meta_info" not in response:
@@ -212,7 +212,7 @@ def _response(item: Mapping[str, Any], prompt_tokens: int) -> tuple[np.ndarray, 
         response_G = id_array(tokens, "output_ids", item["hint"])
         logprobs_G = sampled_logprobs(item["logprobs"], response_G, _ASK_LOGPROBS, prompt_tokens)
         return response_G, logprobs_G
-    named_G, logprobs_G = _native_logprobs(native)  # they name their tokens by id, always
+    named_G, logprobs_G = _native_logprobs(native)  # /generate always names the tokens by id
     response_G = id_array(named_G if tokens is None else tokens, "output_ids", item["hint"])
     if not np.array_equal(response_G, named_G):
         raise EngineError("output_token_logprobs are not those of output_ids")
@@ -224,7 +224,7 @@ def _logprobs_of_mask(
 ) -> np.ndarray:
     """Float32 log-probs `[G]` over the kept sets; `output_token_logprobs` are over all tokens.
 
-    Each entry is the log-prob of the sampled token, or, asked with `sampling_logprobs_mode`
+    Each entry is the log-prob of the sampled token; if the request has `sampling_logprobs_mode`
     "support", a list of the log-probs of all tokens of the mask, in the order of the mask.
     """
     values, masks = meta.get(_MASK_LOGPROBS), meta[_MASK]
@@ -261,9 +261,9 @@ def _native_logprobs(entries: Any) -> tuple[np.ndarray, np.ndarray]:
 def _rows(text: Any, num_tokens: int, start: int, shape: ModelShape) -> np.ndarray:
     """The ids of all hidden layers from token `start` on, `[T, Y, K]`, out of bare bytes.
 
-    Their size alone says at which token they begin. Example: 10 tokens asked with a start of 4, in
-    5 layers with top-4. 100 ids are 5 rows, from token 4 on; 180 ids are 9 rows, from token 0 on,
-    and the first 4 are dropped: 0.5.8 to 0.5.11 take `routed_experts_start_len` and ignore it.
+    Only the number of bytes says which token is the first. Example: 10 tokens, 5 layers, top-4, and
+    a request with a start of 4. 100 ids are 5 rows, from token 4 on; 180 ids are 9 rows, from token
+    0 on, and the first 4 are dropped: 0.5.8 to 0.5.11 ignore `routed_experts_start_len`.
     """
     if text is None:
         raise EngineError(

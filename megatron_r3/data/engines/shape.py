@@ -16,16 +16,15 @@ from megatron_r3.replay.words import quoted
 
 
 class EngineError(ValueError):
-    """What an engine returned cannot be used; the message names request, token and layer."""
+    """A response or a model config that cannot be used; the message names it and the fault."""
 
 
 @contextmanager
 def naming(where: str) -> Iterator[None]:
     """Put `where` in front of the message of an error that the block raises.
 
-    So only the outermost function, which knows what the request or the file is called, has to know
-    it: `naming("request 7, choice 0")` makes "no log-probs" into "request 7, choice 0: no
-    log-probs".
+    So inner functions need not know the name of the request or the file: `naming("request 7, choice
+    0")` turns "no log-probs" into "request 7, choice 0: no log-probs".
 
     Raises:
         EngineError: for every EngineError and RoutesError of the block.
@@ -36,7 +35,7 @@ def naming(where: str) -> Iterator[None]:
         raise EngineError(f"{where}: {error}") from error
 
 
-# What configs call the number of experts, and how many of them a token takes.
+# What configs call the number of experts of a layer, and how many of them a token takes.
 _EXPERT_NAMES = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _TOPK_NAMES = (
     "num_experts_per_tok",
@@ -48,10 +47,10 @@ _TOPK_NAMES = (
 )
 # The object with the language model in the config of a model that also sees or hears.
 _INNER_NAMES = ("text_config", "llm_config", "thinker_config")
-# The numbers of a config become tuples and arrays here: a config that says 4000000000 layers must
-# not fill the memory before anybody sees that it is wrong.
+# A config that says 4000000000 layers must be refused before a tuple of this length fills the
+# memory.
 _MOST_LAYERS = 10_000
-_MOST_BYTES = 1 << 22  # of a config.json; the longest real ones list quantized modules, 400 kB
+_MOST_BYTES = 1 << 22  # of a config.json; the longest real ones (many quantized modules): 400 kB
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ class ModelShape(MoEShape):
 
 
 def _read(source: str | Path | Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
-    """A config, and what errors call it."""
+    """A config, and its name in errors."""
     if isinstance(source, Mapping):
         return source, "config"
     path = Path(source)
@@ -202,7 +201,7 @@ def _rule(config: Mapping[str, Any]) -> _Rule:
 
 
 def _listed(config: Mapping[str, Any], name: str, right: bool, expected: str) -> None:
-    """Refuse a list of a config that is not right."""
+    """Refuse the list `name` of a config unless it is `right`; it must do what `expected` says."""
     if not right:
         raise EngineError(f"`{name}` must {expected}; got {quoted(config[name], 200)}")
 

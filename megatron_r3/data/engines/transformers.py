@@ -35,7 +35,7 @@ class CapturedRoutes:
     def take(self) -> list[Tensor]:
         """`[L, T, K]` ids of every forward call since the last take, oldest first.
 
-        T counts batch times sequence, as the routers see it.
+        T is batch size times sequence length, as the routers see it.
 
         Raises:
             EngineError: a router that ran more or less often than the others.
@@ -67,7 +67,7 @@ class CapturedRoutes:
 
 @contextmanager
 def capture_routes(model: nn.Module) -> Iterator[CapturedRoutes]:
-    """Record the ids of the model's routers while the block runs, KV cache or not.
+    """Record the ids of the model's routers while the block runs, with or without a KV cache.
 
     Raises:
         EngineError: the model has no router that this can read, or two in one layer.

@@ -1,7 +1,7 @@
 """What vLLM returns with `--enable-return-routed-experts`: a server's JSON, or Python objects.
 
-A server sends routes on /v1/completions, /v1/chat/completions and /inference/v1/generate, if it is
-asked with `return_token_ids` and `logprobs`. Routes are base64 of a `.npy`.
+A server sends routes on /v1/completions, /v1/chat/completions and /inference/v1/generate. The
+request must also have `return_token_ids` and `logprobs`. Routes are base64 of a `.npy`.
 
 The Python API returns routes, too: `LLM(..., enable_return_routed_experts=True)`. Until 0.20
 `CompletionOutput.routed_experts` is an int32 array of all hidden layers, later it has one of the
@@ -38,8 +38,8 @@ from megatron_r3.data.engines.shape import EngineError, ModelShape, naming
 from megatron_r3.replay.routes import Routes
 from megatron_r3.replay.words import quoted
 
-# A response of /v1/completions, without what is not read here; "k05VTVBZ" is how base64 of a .npy
-# begins:
+# A response of /v1/completions, without the fields that are not read here. Base64 of a .npy begins
+# with "k05VTVBZ":
 #
 #   {"model": "tiny", "choices": [{
 #       "index": 0, "finish_reason": "length", "prompt_token_ids": [5, 9], "token_ids": [7, 3],
@@ -57,15 +57,15 @@ def decode_increments(
     shape: ModelShape,
     where: str,
 ) -> list[Increment]:
-    """What each choice of one response adds to its conversation: rows from the start on.
+    """What each choice adds to its conversation: rows from `routed_experts_prompt_start` on.
 
     Args:
         response: the body that the server returned, or a finished `RequestOutput` of a request
             with `SamplingParams(logprobs=1)`.
-        request: the body that was sent. A `RequestOutput` needs only what it does not say itself:
-            `routed_experts_prompt_start`, `n`, `max_tokens`, or nothing.
+        request: the body that was sent. For a `RequestOutput`, which holds the prompt itself, only
+            `routed_experts_prompt_start`, `n` and `max_tokens` are read, and each may be left out.
         shape: of the model that the engine runs.
-        where: what errors call the request.
+        where: the name of the request in errors.
 
     Raises:
         EngineError: naming `where` and the choice, and token and layer where there is one.
@@ -150,7 +150,7 @@ def decode_routes(
 def _from_python(
     response: Any, request: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A `RequestOutput` as the body and the request of a server."""
+    """A `RequestOutput`, made into the body and the request of a server."""
     outputs = getattr(response, "outputs", None)
     prompt = getattr(response, "prompt_token_ids", None)
     if not isinstance(outputs, (list, tuple)) or prompt is None:

@@ -1,4 +1,4 @@
-"""How many of a rollout's rows take each expert: what loads the ranks.
+"""How many rows of a rollout take each expert, which is the load of the ranks.
 
 Shape suffixes (docs/glossary.md): K, L, T.
 """

@@ -1,8 +1,7 @@
 """The files of a store: which of them are shards, and a shard's file kept open while it is used.
 
 Shards are called `shard-NNNNN.safetensors` and are numbered 0, 1, 2 ... without a gap. The number
-stands in the name and in the header, so a shard that was copied, renamed or lost in between is
-noticed.
+stands in the name and in the header, so a shard that is missing, renamed or copied is noticed.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import numpy as np
 
 from megatron_r3.data.store.schema import StoreError
 
-POLL_S = 0.2  # between two looks at something that is waited for
+POLL_S = 0.2  # seconds between two checks for something that is waited for
 SHARD_GLOB = "shard-[0-9]*.safetensors"
 # Each number has exactly one name: 7 is 00007 and never 000007, so five digits or, from 100000 on,
 # more without a leading zero.
@@ -30,7 +29,7 @@ _NAME = re.compile(r"shard-([0-9]{5}|[1-9][0-9]{5,8})\.safetensors")
 
 
 def shard_name(number: int) -> str:
-    """The name of the file of a shard, e.g. `shard-00007.safetensors`."""
+    """The file name of a shard, e.g. `shard-00007.safetensors`."""
     return f"shard-{number:05d}.safetensors"
 
 
@@ -55,8 +54,8 @@ def listed_shards(directory: Path, but: Set[str] = frozenset()) -> list[int]:
     A directory that is not there has none: a sampler may make it later.
 
     Args:
-        but: names that are not asked for. Whoever looks at 10,000 shards again and again asks for
-            those that it does not know.
+        but: file names to leave out: whoever lists a directory of 10,000 shards again and again
+            passes those that are known.
 
     Raises:
         StoreError: a safetensors file has another name, so nobody knows which shard it is; or the
@@ -84,8 +83,8 @@ def shards_in_order(directory: Path) -> range:
     """
     numbers = listed_shards(directory)
     if len(numbers) <= max(numbers, default=-1):
-        # A listing may miss a name that came while it was made, and have a later one. The second
-        # listing begins behind all names of the first one.
+        # A listing may miss a shard that is written meanwhile, and still have the one after it. A
+        # second listing has both.
         numbers = listed_shards(directory)
     for expected, number in enumerate(numbers):
         if expected != number:
@@ -101,8 +100,8 @@ class HeldFile:
     """A regular file that stays open from its check to its use.
 
     Everything is read through one descriptor, by position. So a file that takes the name of this
-    file later is never read. The file is not mapped into memory, because a mapped file that
-    somebody cuts ends the process by SIGBUS; here a file that was cut is a short read.
+    file later is never read. The file is not mapped into memory: if somebody truncates a mapped
+    file, SIGBUS ends the process, while a read of a truncated file only comes up short.
 
     Args:
         path: of the file.
@@ -140,7 +139,7 @@ class HeldFile:
     def read(self, into: np.ndarray, offset: int) -> np.ndarray:
         """Fill an array with the bytes from `offset` on, and return it.
 
-        Whether they are the bytes that were written is for the caller to say, who has their sums.
+        Nothing is compared with a checksum here: the caller does that.
 
         Args:
             into: C-contiguous, of any dtype.
@@ -172,7 +171,7 @@ class HeldFile:
         return into
 
     def read_begin(self, num_bytes: int) -> None:
-        """Read the beginning of the file at once. Until `forget_begin`, `read` takes it from there.
+        """Keep the first bytes of the file in memory; `read` uses them until `forget_begin`.
 
         Raises:
             StoreError: as `read`.
@@ -181,11 +180,11 @@ class HeldFile:
         self._begin = memoryview(self.read(begin, 0))  # type: ignore[arg-type]
 
     def forget_begin(self) -> None:
-        """Read everything from the file again."""
+        """Drop the bytes of `read_begin`, so that `read` reads from the file again."""
         self._begin = memoryview(b"")
 
     def damaged(self, what_differs: str, where: str = "") -> StoreError:
-        """The error of bytes that are not those of their checksum."""
+        """The error for bytes that do not match their checksum."""
         return StoreError(
             f"{self.path}: {what_differs} differs{where}: the shard is damaged, or was changed "
             "while it is in use: copy it again or remove it"

@@ -25,38 +25,38 @@ from megatron_r3.data.store.reader import RolloutStore
 from megatron_r3.data.store.schema import StoreError
 from megatron_r3.data.store.shard import LATE_S, Shard
 
-CheckShard = Callable[[Shard], None]  # refuses a shard by a ValueError
+CheckShard = Callable[[Shard], None]  # raises a ValueError for a shard that it refuses
 
 
-# Shards that came behind those that were known, None if none came; and what later shards wait for,
-# for a message: it is empty if no later shard is there.
+# The new shards, None if there are none; and words for a message: which shard is missing although a
+# later one is there, or "".
 News = tuple[Index | None, str]
 
 
 class Arrivals(Protocol):
-    """Whatever tells which shards have come: a look at the directory, or a process that looks."""
+    """A source of new shards: this process lists the directory, or another process tells it."""
 
     def news(self) -> News:
         """The shards that have come since the last call, in order.
 
         Raises:
-            StoreError: a shard is damaged, does not belong to the others, or is refused; or nobody
-                looks any more.
+            StoreError: a shard is damaged, does not belong to the others, or is refused; or the
+                process that lists the directory has ended.
         """
 
 
 class Lookout:
-    """Looks at a directory that grows, and at the heads of its shards.
+    """Finds the new shards of a directory that grows, and reads their headers.
 
     Args:
         directory: a store whose policy versions never go back from shard to shard. It may be
             missing.
         mixed_policies: as of RolloutStore.
-        check: called with every new shard; it refuses one by a ValueError.
-        late_s: how long to wait for a file whose name is listed and that cannot be opened yet.
+        check: called with every new shard; raises a ValueError for one that it refuses.
+        late_s: how long to wait for a file whose name is listed but which cannot be opened yet.
 
     Attributes:
-        shards: those that were taken, by their numbers.
+        shards: the shards taken so far, in the order of their numbers.
     """
 
     def __init__(
@@ -69,14 +69,14 @@ class Lookout:
         self.directory, self._check, self._late_s = directory, check, late_s
         self._kinship, self._names = Kinship(mixed_policies), Names()
         self.shards: list[Shard] = []
-        self._taken: set[str] = set()  # their names
+        self._taken: set[str] = set()  # the file names of `shards`
         self._folder: tuple[int, int] | None = None  # device and inode, once a shard is there
 
     def news(self) -> News:
         """The shards that have come since the last call, in order.
 
-        A shard that is refused is refused again at the next call. The shards before it are in what
-        was returned, or in the next News.
+        A call that meets a wrong shard returns the new shards before it. If there are none, it
+        raises, and so does each later call.
 
         Raises:
             StoreError: as in Arrivals.
@@ -84,16 +84,17 @@ class Lookout:
         known, there = len(self.shards), {*listed_shards(self.directory, self._taken)}
         if known in there:
             self._check_folder()
-        with nullcontext() if self.shards else without_collector():  # later there are few
+        # only the first call may find thousands of shards
+        with nullcontext() if self.shards else without_collector():
             while (number := len(self.shards)) in there:
                 try:
-                    # A name that is listed, and that this machine cannot open yet, will come.
+                    # a file that is listed may not be visible on this machine yet: wait for it
                     path = self.directory / shard_name(number)
                     self._take(Shard.look(path, min(self._late_s, LATE_S)))
                 except StoreError:
                     if len(self.shards) == known:
                         raise
-                    break  # first those that came before it
+                    break  # return the shards before it; the next call raises
         later, missing, waiting = max(there, default=-1), len(self.shards), ""
         if later > missing and missing not in there:
             first = min(number for number in there if number > missing)
@@ -102,7 +103,7 @@ class Lookout:
         return Index.of([self.directory], come) if come else None, waiting
 
     def _check_folder(self) -> None:
-        """Refuse a folder that took the place of the one whose shards were taken."""
+        """Refuse a directory that was replaced after shards of it were taken."""
         try:
             status = os.stat(self.directory)
         except OSError as error:
@@ -132,8 +133,8 @@ class Lookout:
     def _check_order(self, shard: Shard) -> None:
         """Refuse a shard of an older policy than that of the shard before it.
 
-        A rollout counts as what it ended with. Example: a long rollout began with version 3 and
-        ended with 5, in a shard after one of version 4: that is the order in which they ended.
+        A rollout counts with its newest version. Example: a shard of version 4 may come before one
+        with a long rollout that began under version 3 and ended under version 5.
         """
         if not self.shards:
             return
@@ -154,7 +155,7 @@ def open_stores(
     check: CheckShard | None = None,
     waits: bool = True,
 ) -> RolloutStore:
-    """Open stores to train on them, in a process that looks for itself.
+    """Open stores to train on them, in a process that lists the directories itself.
 
     Args:
         directories, mixed_policies: see RolloutStore.
@@ -162,7 +163,7 @@ def open_stores(
             one. There must be one directory then, and it may grow. None means that the stores are
             taken as they are.
         check: called with every shard before a rollout of it is used.
-        waits: whether to wait here for the first rollout of a store that grows.
+        waits: whether to return only when a store that grows has its first rollout.
 
     Raises:
         StoreError: the stores cannot be used, or the first rollout does not come in time.
@@ -191,8 +192,8 @@ def open_stores(
 class FollowedStore(RolloutStore):
     """A store whose directory grows; it may still be empty or missing when it is opened.
 
-    `shards` has the shards that were heard of so far. `refresh` asks for more, and so do
-    `shards_of` and `routes` when they are asked for a row that lies behind them.
+    `shards` has the shards that are known so far. `refresh` looks for more, and so do `shards_of`
+    and `routes` if a row id lies behind the known shards.
 
     Args:
         directory: of the store.
@@ -210,9 +211,9 @@ class FollowedStore(RolloutStore):
     ) -> None:
         self.directories = [directory]
         self.wait_s, self._arrivals, self._waiting = wait_s, arrivals, ""
-        # Hand-over without a lock for readers: `refresh` makes a new Index and puts it here with
-        # one assignment, so a reader in another thread has the old shards or the new, never
-        # new shards with old row ids. The lock only keeps two refreshes apart.
+        # Readers need no lock: `refresh` makes a new Index and puts it here with one assignment, so
+        # a reader in another thread has the old shards or the new, never new shards with old row
+        # ids. The lock only keeps two refreshes apart.
         self.index = Index.of(self.directories, []) if index is None else index
         self._refreshing = threading.Lock()
 
@@ -240,8 +241,8 @@ class FollowedStore(RolloutStore):
     def wait_for(self, rollout: int) -> None:
         """Wait until the store has the rollout of this index.
 
-        Each shard that comes starts the wait anew: of a collection that takes an hour to sample,
-        the last rollout is waited for as long as the sampler goes on.
+        Each new shard restarts the wait: even the last rollout of a collection that takes an hour
+        is waited for, as long as the sampler goes on.
 
         Raises:
             StoreError: the rollout is not there, and no shard came for `wait_s`; or what comes
@@ -268,8 +269,8 @@ class FollowedStore(RolloutStore):
     def shards_of(self, rows: np.ndarray) -> list[int]:
         """As in RolloutStore, after waiting for the shard of a row behind the known ones.
 
-        Example: a dataloader worker has heard of shard 5 and sends its row ids; this process, which
-        knows shards 0 to 4, asks for shard 5 when it gets these row ids.
+        Example: a dataloader worker knows shard 5 and sends row ids of it; this process, which
+        knows shards 0 to 4, looks for shard 5 when it gets these row ids.
 
         Raises:
             StoreError: as `wait_for`.

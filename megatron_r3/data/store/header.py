@@ -45,32 +45,32 @@ PER_ROLLOUT = {
 }
 # pairs of numbers, by the tensor that says how many pairs a rollout has
 PAIRS = {"turns": "num_turns", "versions": "num_versions"}
-IN_MEMORY = (*PER_ROLLOUT, *PAIRS)  # of an open shard; all other tensors stay in the file
+IN_MEMORY = (*PER_ROLLOUT, *PAIRS)  # of an open shard, while all other tensors stay in the file
 PER_TOKEN = {"tokens": "I32", "response": "U8", "logprobs": "F32", "recorded": "U8"}
-KEPT = {"kept_sizes": "I32", "kept_ids": "I32"}  # in a shard that has a rollout with kept sets
-# The sums of parts of rollouts (`part_sums.py`): for each table, which tensors are its lines. The
-# layers are those of `routes`.
+KEPT = {"kept_sizes": "I32", "kept_ids": "I32"}  # only if a rollout of the shard has kept sets
+# The tables of part sums: checksums of each 64 tokens of a rollout (`part_sums.py`). LINES has the
+# tensor of each line of a table; the lines of ROUTE_SUMS are the layers of `routes`.
 PART_TOKENS = 64
 TOKEN_SUMS, ROUTE_SUMS, KEPT_SUMS = "token_sums", "route_sums", "kept_sums"
 LINES = {ROUTE_SUMS: (), TOKEN_SUMS: (*PER_TOKEN,), KEPT_SUMS: (*KEPT,)}
 _TYPES = {
     **{**PER_ROLLOUT, **PER_TOKEN, "turns": "I32", "versions": "I64"},
-    **{"routes": "U8 or U16", ROUTE_SUMS: "U32", TOKEN_SUMS: "U32"},  # of ids: see `_check_shapes`
+    **{"routes": "U8 or U16", ROUTE_SUMS: "U32", TOKEN_SUMS: "U32"},  # routes: see `_check_shapes`
 }
 _KEPT_TYPES = {**KEPT, KEPT_SUMS: "U32"}
 
 MOST_HEADER_BYTES = 1 << 26
 _BODY = ("format", "version", "number", "recorded_rows", "info", "crc32")
-_infos: dict[str, StoreInfo] = {}  # those that were checked, by what the headers say
-_MOST_INFOS = 1000  # policies of a long training
+_infos: dict[str, StoreInfo] = {}  # checked infos, by the text that the headers have for them
+_MOST_INFOS = 1000  # kept in `_infos`: one for each policy of a long training
 
 
 class Entry(NamedTuple):
     """Where a tensor lies.
 
     Attributes:
-        dtype: safetensors' name of it.
-        begin, end: bytes of the file.
+        dtype: safetensors' name of the type.
+        begin, end: where the tensor's bytes lie in the file.
     """
 
     dtype: str
@@ -104,10 +104,10 @@ class Header:
 
 
 def mask_of(crc32: Mapping[str, int]) -> int:
-    """The number that all sums of a shard's parts are combined with: it differs between shards.
+    """The number that is XORed into all part sums of a shard; it differs between shards.
 
     Args:
-        crc32: of all tensors; those of the tables of sums take no part.
+        crc32: of each tensor; the tables of part sums do not count.
     """
     names = sorted(crc32.keys() - LINES.keys())
     return zlib.crc32(np.array([crc32[name] for name in names], "<u4").tobytes())
@@ -312,7 +312,7 @@ def _check_shapes(entries: Mapping[str, Entry], info: StoreInfo, where: str) -> 
             "rollouts, and each has at least 2 tokens"
         )
     num_layers, num_rows = len(info.moe_layers), num_tokens - num_rollouts
-    # how many parts there are is known with the lengths of the rollouts, see `Shard.look`
+    # `Shard.look` checks the number of parts later, when it knows the lengths of the rollouts
     parts = (entries[TOKEN_SUMS].shape or (0,))[-1]
     shapes: dict[str, tuple[int, ...]] = {
         **dict.fromkeys(PER_ROLLOUT, (num_rollouts,)),
@@ -321,7 +321,7 @@ def _check_shapes(entries: Mapping[str, Entry], info: StoreInfo, where: str) -> 
         "routes": (num_layers, num_rows, info.topk),
         **{ROUTE_SUMS: (num_layers, parts), TOKEN_SUMS: (len(PER_TOKEN), parts)},
         KEPT_SUMS: (len(KEPT), parts),
-        # an odd length does not fit pairs
+        # pairs have an even length
         **{name: (entries[name].shape[0] // 2 * 2,) for name in PAIRS},
     }
     ids, types = DTYPE_NAMES[np.dtype(id_dtype(info.num_experts))], {**_TYPES, **_KEPT_TYPES}

@@ -1,7 +1,7 @@
-"""What one process has found in a store, in columns, so that it can tell all others.
+"""All shards of a store in a few arrays, so that one process can send them to all others.
 
-A job of 1,024 ranks has one look at a store's directory and at the heads of its shards. The others
-get this index, and make a shard of it when they ask for one: no file is opened for that.
+In a job of 1,024 ranks, one rank lists the store's directory and reads the headers of its shards.
+The others get this index, and make `Shard` objects from it without opening a file.
 
 Shape suffixes (docs/glossary.md): M.
 """
@@ -24,7 +24,7 @@ from megatron_r3.data.store.part_sums import starts_of
 from megatron_r3.data.store.schema import StoreInfo
 from megatron_r3.data.store.shard import Shard, newest_versions
 
-# what a shard has once
+# the record of a shard in `Index.table`
 _SHARD = np.dtype(
     [
         *(("folder", "i4"), ("number", "i8"), ("identity", "S16"), ("info", "i4")),
@@ -38,17 +38,18 @@ _DTYPES = {name: DTYPES[dtype] for name, dtype in PER_ROLLOUT.items()} | {
 
 @dataclass(frozen=True, eq=False)
 class Index(Sequence[Shard]):
-    """All shards of a store, each made when it is asked for, and opened when it is read.
+    """All shards of a store: a `Shard` is made when it is asked for, and opened when it is read.
 
     Attributes:
         directories: of the store, as they were named.
         resolved: the same without symbolic links, so that two names of one directory are equal.
-        infos: the different infos that its shards have.
-        table: a record of each shard; `folder` and `info` are places in the two above.
-        columns: by name, the tensors of all shards that have a value or pairs for each rollout, one
-            shard behind the other. `newest_version` and, where somebody has asked, `groups` are
-            worked out from them.
-        made: shards that this process has already, by their place. Another process gets none.
+        infos: the different infos of the shards.
+        table: a record for each shard, with indices into `directories` (`folder`) and `infos`
+            (`info`).
+        columns: by name, the tensors that have a value or pairs for each rollout, those of all
+            shards joined; also `newest_version` and, once somebody has asked for them, `groups`,
+            which are computed from these tensors.
+        made: the `Shard` objects of this process, by their place in the table.
     """
 
     directories: tuple[str, ...]
@@ -85,8 +86,8 @@ class Index(Sequence[Shard]):
     def plus(self, other: Index) -> Index:
         """These shards, and those of another index of the same directories behind them.
 
-        Both indices have one `made`: what a thread opens in the shorter one meanwhile is in the
-        longer one.
+        Both indices share one `made`: a shard that a thread meanwhile opens through the shorter
+        index is in the longer one too.
         """
         infos = {info: place for place, info in enumerate(self.infos)}
         places = [infos.setdefault(info, len(infos)) for info in other.infos]
@@ -101,9 +102,9 @@ class Index(Sequence[Shard]):
         return Index(self.directories, self.resolved, (*infos,), table, columns, self.made)
 
     def packed(self) -> bytes:
-        """The index without Python objects in it, for a channel that others could write to.
+        """The index as bytes, for a channel that others could write to.
 
-        What `pickle` reads can run code; this cannot.
+        Reading a pickle can run code; reading these bytes cannot.
         """
         infos = [asdict(info) for info in self.infos]
         texts = json.dumps([self.directories, self.resolved, infos]).encode()
@@ -117,7 +118,7 @@ class Index(Sequence[Shard]):
         """The index that was packed into these bytes.
 
         Raises:
-            ValueError: it is none.
+            ValueError: its JSON or one of its infos is wrong.
         """
         columns = dict(np.load(io.BytesIO(data), allow_pickle=False))
         texts, table = columns.pop("texts"), columns.pop("table")
@@ -206,9 +207,9 @@ class Index(Sequence[Shard]):
 
 
 def numbered(*keys: np.ndarray) -> np.ndarray:
-    """One number for each different tuple of keys, in the order of the tuples: int64 `[M]`.
+    """Number tuples of keys in ascending order, equal tuples with the same number: int64 `[M]`.
 
-    Example: the keys `3 1 3` and `0 5 0` are the tuples (3, 0) (1, 5) (3, 0), and `1 0 1`.
+    Example: the keys `3 1 3` and `0 5 0` are the tuples (3, 0) (1, 5) (3, 0), and get `1 0 1`.
     """
     order = np.lexsort(keys[::-1])
     changes = np.zeros(len(order), bool)

@@ -19,10 +19,10 @@ from megatron_r3.data.store.shard import Shard
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Look at many shards without Python's collector of reference circles.
+    """Switch Python's collector of reference cycles off while many shards are opened.
 
-    It goes over all objects that there are, each time a quarter more of them were made. A look at
-    10,000 shards makes a million, none of them in a circle: the collector took 40 % of its time.
+    The collector goes over all objects each time their number has grown by a quarter. Opening
+    10,000 shards makes a million objects, none in a cycle; the collector took 40 % of that time.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -86,14 +86,14 @@ Policy = tuple[tuple[str, ...], str, str]  # `StoreInfo.policy`
 
 
 class Versions:
-    """The policy versions of stamped shards: two versions of one policy are a mistake.
+    """Checks shards with a policy stamp: the same weights must not have two policy versions.
 
     Example: a sampler never got the weights of version 1. Its next shard says version 1, and has
     the stamp of version 0. Whoever believes the version takes old rollouts for new ones.
 
     Args:
-        is_right: whether a shard of another version is right all the same, called with the shard:
-            an update with a learning rate of 0 makes a new version of the same weights.
+        is_right: called with a shard that gives a second version to the same weights; True if that
+            is right, as after an update with a learning rate of 0.
     """
 
     def __init__(self, is_right: Callable[[Shard], bool] = lambda shard: False) -> None:
@@ -102,22 +102,22 @@ class Versions:
         self._right: set[tuple[Policy, int]] = set()
 
     def check(self, shard: Shard) -> None:
-        """Refuse a shard of a policy that another shard names with another version.
+        """Refuse a shard whose weights have another version in an earlier shard.
 
-        Several versions in one shard are those of an engine that was given weights while it
-        sampled; the shard's stamp is of one of them, so nothing can be compared.
+        A shard with several versions is not compared: its engine got new weights while it sampled,
+        and the shard's stamp belongs to one of the versions.
 
         Raises:
             StoreError: naming both shards.
         """
         info, version_M = shard.info, shard.tensors["policy_version"]
         version, newest = int(version_M.min()), int(shard.newest_version_M.max())
-        # Digests of the routers alone prove nothing: where routers are frozen, they stay the same.
+        # router digests alone prove nothing: those of frozen routers stay the same
         if version != newest or not info.policy_stamp:
             return
         before, path = self._first.setdefault(info.policy, (version, shard.path))
         if before != version and (info.policy, version) not in self._right:
-            if self._is_right(shard):  # it reads all weights of a policy, so it is asked once
+            if self._is_right(shard):  # reads all weights, so the answer is kept
                 self._right.add((info.policy, version))
                 return
             raise StoreError(
@@ -129,11 +129,11 @@ class Versions:
 
 
 class Names:
-    """The names of rollouts: no two rollouts of one directory have one name."""
+    """Checks the names of rollouts, which must differ inside one directory."""
 
     def __init__(self) -> None:
         self._taken: dict[Path, set[bytes]] = {}  # by directory; see `_names`
-        self._checked: list[bytes] = []  # those of the shard that was checked last
+        self._checked: list[bytes] = []  # names in the shard that was checked last
 
     def add(self, shard: Shard) -> None:
         """Remember the shard that was checked last."""
@@ -182,7 +182,7 @@ def refuse_namesakes(shards: Sequence[Shard]) -> None:
 
 
 def _names(shard: Shard) -> list[bytes]:
-    """policy_version, group and sample of each rollout, as 24 bytes, a third of a tuple's."""
+    """policy_version, group and sample of each rollout as 24 bytes: a third of a tuple's size."""
     names = np.empty((shard.num_rollouts, 3), np.int64)
     for column, name in enumerate(("policy_version", "group", "sample")):
         names[:, column] = shard.tensors[name]

@@ -15,10 +15,10 @@ from typing import BinaryIO, NoReturn
 
 from megatron_r3.data.store.schema import StoreError
 
-# What link() answers on a file system that has none: FAT EPERM, SMB EOPNOTSUPP, most that keep
-# objects ENOSYS; EXDEV and EMLINK are allowed by POSIX too.
+# The errors of link() on file systems without it: EPERM on FAT, EOPNOTSUPP on SMB, ENOSYS on most
+# object stores; POSIX allows EXDEV and EMLINK too.
 _NO_LINK = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EXDEV, errno.EMLINK}
-# What fsync of a directory answers where only files can be synced.
+# The errors of fsync on a directory, where only files can be synced.
 _NO_DIRECTORY_SYNC = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS}
 
 
@@ -48,8 +48,8 @@ def check_links(directory: Path) -> None:
 def give_name(file: BinaryIO, temporary: str, path: Path) -> bool:
     """Give a file that is whole a second name; False if another file has the name.
 
-    NFS may lose the answer of a link() that succeeded; then the client asks again and hears that
-    the name is taken. It is taken by this file, which must not get a third name.
+    NFS may lose the answer of a link() that succeeded: the client asks again, and hears that the
+    name is taken. Then this file itself has the name, and the result is True.
 
     Args:
         file: the open file.
@@ -58,7 +58,7 @@ def give_name(file: BinaryIO, temporary: str, path: Path) -> bool:
 
     Raises:
         StoreError: the file system cannot link().
-        OSError: the name cannot be given, e.g. for want of a right.
+        OSError: the name cannot be given, e.g. for lack of permission.
     """
     try:
         os.link(temporary, path)  # unlike rename, link refuses to overwrite
@@ -82,16 +82,16 @@ def _refuse_directory(directory: Path, error: OSError) -> NoReturn:
 
 
 def _has_name(file: BinaryIO, path: Path) -> bool:
-    """Whether an open file, which had one name, has this one too."""
+    """Whether an open file, which had one name before, has this name too."""
     status = os.fstat(file.fileno())
     try:
         return os.path.samestat(status, os.stat(path))
-    except FileNotFoundError:  # the name is taken, and is not to be seen here yet
+    except FileNotFoundError:  # the name is taken, but not visible on this machine yet
         return status.st_nlink > 1
 
 
 def _sync_directory(directory: Path) -> None:
-    """Bring the names of a directory to the disk, which a sync of its files does not."""
+    """Write the names in a directory to disk; syncing its files does not do that."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

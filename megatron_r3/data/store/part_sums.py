@@ -1,20 +1,20 @@
 """The checksums of a shard's tensors and of parts of its rollouts, compared with what is read.
 
-A rank reads parts of a rollout, with context parallelism never the whole. So each 64 tokens of a
-rollout are a part, and a part has a sum in each layer of `routes` and in each tensor that has a
-value for each token. These sums are tables in the file, a line for each layer or tensor; whoever
-reads some parts of some layers reads their sums, and no others. Example: rollouts of 65 and 3
-tokens have the parts
+A rank may read only some tokens of a rollout; with context parallelism it never reads all. So each
+64 tokens of a rollout are a part, and a part has a checksum (its sum) for each layer of `routes`
+and for each tensor with a value for each token. The sums are tables in the file, a line for each
+layer or tensor; whoever reads some parts of some layers reads only their sums. Example: rollouts of
+65 and 3 tokens have the parts
 
     part                0       1      2
     its tokens       0-63      64  65-67      of the shard
     its rows         0-63    none  64-65      a rollout's last token has no row
 
-Each sum is stored XOR one number of the shard, the mask, which the header that was read gives
-(`mask_of`). Example: another shard of the same shapes is written over this one while a rank holds
-it open. The rows that the rank reads then fit the sums in the file, and both are of the other
-shard. Their mask is another one, so no sum fits the header that the rank has, and it need not ask
-the file system after each read whether the file was changed.
+Each sum is stored XOR the shard's mask, a number that follows from the header (`mask_of`). Example:
+another shard of the same shapes overwrites this one while a rank has it open. The rows that the
+rank then reads fit the sums in the file, since both are the other shard's. But the other shard has
+another mask than the header that the rank has read, so the rows are refused. Without a mask, the
+rank would have to check after each read whether the file was changed.
 
 Shape suffixes (docs/glossary.md): L, M, N, T, V.
 """
@@ -48,7 +48,7 @@ def starts_of(counts_M: np.ndarray) -> np.ndarray:
 
 
 def locate(start_M: np.ndarray, place: int) -> tuple[int, int]:
-    """Which of the things a place belongs to, and the place inside it."""
+    """Which of M things (`starts_of`) a place belongs to, and the place inside that thing."""
     number = int(np.searchsorted(start_M, place, side="right")) - 1
     return number, place - int(start_M[number])
 
@@ -59,14 +59,15 @@ def num_parts(num_tokens: np.ndarray) -> np.ndarray:
 
 
 def part_sums(lines: np.ndarray, num_tokens: int) -> np.ndarray:
-    """The sum of each part of one rollout, or of its last parts, in each line: uint32 `[L, P]`.
+    """The sum of each part of one rollout, or of some of its parts: uint32 `[L, parts]`.
 
     Args:
-        lines: `[L, N, ...]` or rows `[L, T, ...]`, of any dtype, the lines contiguous; they begin
-            with a part.
-        num_tokens: of the parts. There may be one row less, and then the last part may be empty.
+        lines: `[L, N, ...]` or rows `[L, T, ...]`, of any dtype; each line is contiguous, and
+            begins where a part begins.
+        num_tokens: how many tokens the parts have. There may be one row less, because the last
+            token of a rollout has none; the last part may then be empty, and has the sum 0.
     """
-    sums = np.zeros((len(lines), -(-num_tokens // PART_TOKENS)), np.uint32)  # 0 is that of nothing
+    sums = np.zeros((len(lines), -(-num_tokens // PART_TOKENS)), np.uint32)
     data = lines.reshape(len(lines), -1).view(np.uint8)
     whole = lines.shape[1] // PART_TOKENS
     cut = whole * PART_TOKENS * (data.shape[1] // max(lines.shape[1], 1))
@@ -80,21 +81,21 @@ def part_sums(lines: np.ndarray, num_tokens: int) -> np.ndarray:
 
 
 def _sums(words: np.ndarray) -> np.ndarray:
-    """The sum of the words of the last axis: one call for all parts, in which other threads run.
+    """The sum of the words of the last axis; one call for all parts, while other threads can run.
 
-    Each word is multiplied by a number of its place, and the sum of the products keeps its upper 32
-    of 64 bits: "Multilinear" of Lemire and Kaser, Strongly universal string hashing is fast
-    (arXiv 1202.4961). A wrong part has the sum of the right one with a chance of about 2**-32. A
-    CRC-32 of each part, one call for each, took twice as long, and no other thread ran meanwhile.
+    Each word is multiplied by a number that depends on its place, and of the 64-bit sum of the
+    products the upper 32 bits are kept: "Multilinear" of Lemire and Kaser, Strongly universal
+    string hashing is fast (arXiv 1202.4961). A wrong part has the right sum with a chance of about
+    2**-32. A CRC-32 call for each part took twice as long, and no other thread ran meanwhile.
     """
-    # The size of a table is a power of two, so few are kept: 100 words take the table of 128.
+    # tables of multipliers have a power of two as size, so few are cached: 100 words use 128
     multipliers = _multipliers(1 << (words.shape[-1] - 1).bit_length())[: words.shape[-1]]
     return (np.einsum("...w,w->...", words, multipliers) >> np.uint64(32)).astype(np.uint32)
 
 
 @cache
 def _multipliers(count: int) -> np.ndarray:
-    """The numbers of the first places, uint64: outputs of splitmix64, whose state begins with 0."""
+    """The multipliers of the first places, uint64: the outputs of splitmix64 from state 0 on."""
     number = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     number = (number ^ number >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     number = (number ^ number >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
@@ -102,7 +103,7 @@ def _multipliers(count: int) -> np.ndarray:
 
 
 def sums_of(lines: np.ndarray, num_tokens_M: np.ndarray, *, of_rows: bool = False) -> np.ndarray:
-    """The sum of each part of rollouts that follow each other, uint32 `[L, P]`.
+    """The sum of each part of rollouts that follow each other, uint32 `[L, parts]`.
 
     Args:
         lines: `[L, sum N, ...]`, or `[L, T, ...]` with `of_rows`.
@@ -114,7 +115,7 @@ def sums_of(lines: np.ndarray, num_tokens_M: np.ndarray, *, of_rows: bool = Fals
 
 
 def kept_sums(kept: KeptSets) -> np.ndarray:
-    """The sum of each part of one rollout's kept sizes, and of its kept ids: uint32 `[2, P]`."""
+    """The sum of each part of a rollout's kept sizes, and of its kept ids: uint32 `[2, parts]`."""
     num_tokens = len(kept.sizes_N)
     cuts = kept.offsets[[*range(0, num_tokens, PART_TOKENS), num_tokens]].tolist()
     ids = [_sums(kept.ids_V[begin:end].view("<u4")) for begin, end in pairwise(cuts)]
@@ -129,7 +130,7 @@ def read_tensor(file: HeldFile, header: Header, name: str) -> tuple[np.ndarray, 
 
 
 class PartSums:
-    """The sums of the parts of one shard. All errors are StoreErrors that name the file.
+    """Compares what is read of one shard with the sums of its parts; StoreErrors name the file.
 
     Args:
         num_tokens_M: of each rollout.
@@ -175,10 +176,10 @@ class PartSums:
     def compare(
         self, table: str, lines: Sequence[int], rollout: int, part: int, found: np.ndarray
     ) -> None:
-        """Refuse parts of a rollout that do not have the sums that the shard says.
+        """Refuse parts of a rollout whose sums are not those in the file.
 
         Args:
-            found: the sums, uint32 `[len(lines), parts]`, from the part `part` on.
+            found: the sums of what was read, uint32 `[len(lines), parts]`, from the part `part` on.
         """
         first, entry = int(self.part_start_M[rollout]) + part, self.header.entries[table]
         stored = np.empty_like(found)
@@ -191,11 +192,11 @@ class PartSums:
     def compare_whole(
         self, name: str, lines: np.ndarray, stored: np.ndarray, layer: int = 0
     ) -> None:
-        """Compare all parts of some layers of `routes`, or of one of the tensors PER_TOKEN.
+        """Compare all parts of one PER_TOKEN tensor, or of some layers of `routes`.
 
         Args:
-            lines: the whole of it, `[1, N]`; of the routes `[L, T, K]`, from `layer` on.
-            stored: the table with its sums.
+            lines: the whole tensor, `[1, N]`; or the layers, `[L, T, K]`, from `layer` on.
+            stored: the whole table that has the sums.
         """
         table, first = _place(name, layer)
         found = sums_of(lines, self.num_tokens_M, of_rows=name in ("routes", "recorded"))

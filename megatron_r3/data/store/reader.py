@@ -36,7 +36,7 @@ class RolloutStore:
             may differ between them.
 
     Attributes:
-        index: what is known of all shards, for other processes.
+        index: all shards, in a form that can be sent to other processes.
 
     Raises:
         StoreError: no shard, a damaged shard, one that is missing or there twice, a rollout that is
@@ -75,14 +75,14 @@ class RolloutStore:
 
     @classmethod
     def told(cls, index: Index) -> RolloutStore:
-        """The store that this process, or another one, has looked at; it opens what it reads."""
+        """A store of an index that this or another process made; a shard is opened when read."""
         store = cls.__new__(cls)
         store.directories = [Path(directory) for directory in index.directories]
         store.index = index
         return store
 
     def trained_on(self, checks: ReadChecks | None) -> None:
-        """Check values as they are read; None where a verification has done that before."""
+        """Apply these checks to all that is read; None if the store was verified before."""
         self._checks = checks
 
     @property
@@ -111,7 +111,7 @@ class RolloutStore:
             )
 
     def verify(self) -> None:
-        """Check every byte and id of all routes; it is enough that one process of a node does it.
+        """Check every byte, value and expert id; one process of a node is enough.
 
         Raises:
             ValueError: naming file, rollout, layer and token.
@@ -211,7 +211,7 @@ class RolloutStore:
         )
 
     def versions(self, rollout: int, response_N: np.ndarray | None = None) -> np.ndarray:
-        """The policy version that sampled each token, int64 `[N]`; -1 for tokens of a prompt.
+        """The policy version that sampled each token, int64 `[N]`; -1 for tokens not sampled.
 
         Args:
             response_N: the rollout's `response`, where the caller has read it; None to read it.
@@ -232,7 +232,7 @@ class RolloutStore:
         return shard.kept(index)
 
     def kept_of_next(self, rows_T: np.ndarray) -> KeptSets:
-        """By row id, the kept set of the token that follows: what the logits of the row predict.
+        """For each row id, the kept set of the next token, which the row's logits predict.
 
         Example: a rollout has the tokens 5 9 7 3, and 7 and 3 were sampled. Its rows are those of
         5, 9 and 7. The row of 5 gets an empty set, since 9 was not sampled; the row of 9 gets what
@@ -250,7 +250,7 @@ class RolloutStore:
         """
         shards = self.index
         parts, base = [KeptSets.none(0)], 0
-        # where in `parts`, taken one behind the other, the set of each row is
+        # the place of each row's set in the joined `parts`
         place_T = np.full(len(rows_T), -1, np.int64)
         for number in self.shards_of(rows_T):
             shard, first = shards[number], int(shards.first_row[number])

@@ -11,7 +11,7 @@ from megatron_r3.replay.routes import MoEShape
 from megatron_r3.replay.words import must_be, quoted, wrong_whole
 
 FORMAT = "megatron-r3 rollouts"
-FORMAT_VERSION = 5  # a change of what the page specifies is another version
+FORMAT_VERSION = 5  # grows with every change of the format in docs/rollout-store.md
 
 _DIGEST = re.compile("[0-9a-f]{16}")
 
@@ -22,15 +22,15 @@ class StoreError(ValueError):
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How the engine drew tokens; a setting that nobody knows is None.
+    """How the engine drew tokens; a setting that is not known is None.
 
     Attributes:
         temperature: what the logits were divided by.
         top_p, top_k, min_p: what the distribution was cut off by; top_k 0 cuts nothing off.
         max_tokens: the length at which a response was ended.
-        logprobs_of: whose log-probs the store has: those of the "raw" distribution, at temperature
-            1 over the whole vocabulary, or those of the "processed" one, which tokens were drawn
-            from: divided by the temperature, and normalised over what was kept.
+        logprobs_of: the distribution whose log-probs the store has: "raw" is at temperature 1 over
+            the whole vocabulary; "processed" is the one that tokens were drawn from, with logits
+            divided by the temperature, normalised over the kept tokens.
     """
 
     temperature: float | None = None
@@ -64,11 +64,11 @@ class SamplingSettings:
             )
 
     def unknown_to_the_loss(self, has_kept: bool = False) -> list[str]:
-        """The settings that the policy loss cannot follow.
+        """The settings with which the policy loss would be wrong.
 
-        The loss divides two probabilities of one distribution. At another temperature than 1 it
-        needs the log-probs of what the tokens were drawn from ("processed"), and where tokens were
-        cut off, also what was kept. Example: `["temperature 0.7", "top_k 20"]`.
+        The loss divides the trainer's probability of a token by the sampler's; both must be of the
+        same distribution. At a temperature other than 1 that needs "processed" log-probs, and where
+        tokens were cut off, kept sets too. Example: `["temperature 0.7", "top_k 20"]`.
 
         Args:
             has_kept: whether every rollout has kept sets.
@@ -94,13 +94,13 @@ class StoreInfo(MoEShape):
     Attributes:
         engine, engine_version: what sampled.
         model: a name for people.
-        router_fingerprint: one digest for each MoE layer of the sampler's router weights
-            (`megatron_r3.data.fingerprint`), or empty where the sampler could not tell.
-        policy_stamp: a digest of all of the sampler's weights, or empty: it tells policies apart
-            whose routers are the same.
+        router_fingerprint: for each MoE layer a digest of the sampler's router weights
+            (`megatron_r3.data.fingerprint`); empty if not known.
+        policy_stamp: a digest of all of the sampler's weights, which tells policies apart whose
+            routers are the same; empty if not known.
         engine_policy: the version of its weights that the engine itself reports, or empty.
-        vocab_size: rows of the sampler's output layer; 0 where nobody knows.
-        sampling: how it drew tokens.
+        vocab_size: rows of the sampler's output layer; 0 if not known.
+        sampling: how the engine drew tokens.
     """
 
     engine: str
@@ -116,10 +116,10 @@ class StoreInfo(MoEShape):
     def of_model(
         cls, shape: MoEShape, engine: str, engine_version: str, **others: Any
     ) -> StoreInfo:
-        """The info of a store that this engine samples from a model of this shape.
+        """The info of a store whose rollouts this engine samples from a model of this shape.
 
         Args:
-            others: the fields that have a default.
+            others: values of fields that have a default.
         """
         return cls(
             shape.num_experts, shape.topk, shape.moe_layers, engine, engine_version, **others
@@ -163,7 +163,7 @@ class StoreInfo(MoEShape):
 
 
 def differences(there: StoreInfo, here: StoreInfo) -> list[str]:
-    """What two stores do not have in common, a few words for each field that differs.
+    """How two stores differ: a few words for each field that differs.
 
     Example: `["topk 4 there, 2 here", "router of layer 3 0f.. there, 1b.. here (and 46 more)"]`.
     """

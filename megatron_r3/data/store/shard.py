@@ -1,10 +1,11 @@
 """One shard: opened, checked and read.
 
 What each rollout has once (its reward, its lengths) is kept in memory. Tokens, routes and kept sets
-stay in the open file; whatever is read of them is compared with its checksums.
+stay in the open file, and are compared with their checksums when they are read.
 
-One process looks at a store and tells the others what it found (`index.py`). These open a shard
-only where they read rows of it, and then they compare its header with what they were told.
+One process reads the headers of a store's shards and sends what it found to the others
+(`index.py`). The others open a shard only when they read rows of it, and then compare the identity
+of its header with the one they were sent.
 
 Shape suffixes (docs/glossary.md): C, K, L, M, N, T, V.
 """
@@ -44,18 +45,17 @@ from megatron_r3.data.store.schema import StoreError, StoreInfo
 from megatron_r3.data.values import wrong_count, wrong_name, wrong_reward
 from megatron_r3.replay.routes import id_dtype
 
-# How long a file may come later to this machine than the first rank has seen it: the most that an
-# NFS client keeps what it knows of a directory (acdirmax).
+# How many seconds later than the first rank this machine may see a file: an NFS client caches a
+# directory at most so long (acdirmax).
 LATE_S = 60.0
-# What the first look at a shard reads at once: its header, and most of what each rollout has once.
+# How many bytes `Shard.look` reads at once: its header, and most of what each rollout has once.
 LOOK_BYTES = 1 << 14
 
 
 class Shard:
-    """A shard that somebody has looked at: this process (`Shard.look`), or one that tells of it.
+    """A shard that was read and checked by this process (`Shard.look`), or by one that sent it.
 
     All reads are from the file that was opened, even if another file has its name by then.
-    `verify_shard.py` reads all of it.
 
     Args:
         path: of the file, which is opened when something in it is first asked for.
@@ -106,7 +106,7 @@ class Shard:
         return shard
 
     def __reduce__(self) -> Any:
-        """Let another process open the file when it reads it, and find the same file there."""
+        """Another process gets no open file: it opens the file itself, and checks the identity."""
         return Shard, (self.path, self.identity, self.info, self.recorded_rows, self.tensors)
 
     def _check_counts(self) -> None:
@@ -135,7 +135,7 @@ class Shard:
             and np.isfinite(tensors["reward"]).all()
             and not np.isinf(tensors["advantage"]).any()
         ):
-            return  # nothing below can be wrong; it says which rollout is
+            return  # all is right; the loop below only finds which rollout is wrong
         columns = ("reward", "policy_version", "group", "sample", "prompt_digest", "advantage")
         values = zip(*(tensors[name].tolist() for name in columns), strict=True)
         for rollout, (reward, version, group, sample, digest, advantage) in enumerate(values):
@@ -172,7 +172,7 @@ class Shard:
 
     def _open(self) -> tuple[HeldFile, Header]:
         # No lock: two threads that are here at once both open the file, and one of the two files is
-        # closed again. A lock could be held by another thread while a process is forked.
+        # closed again. With a lock, a process that is forked while another thread holds it hangs.
         if self._opened is None:
             file = HeldFile(self.path, LATE_S)
             try:
@@ -209,7 +209,7 @@ class Shard:
 
     @lazy
     def sums(self) -> PartSums:
-        """The sums of parts of its rollouts; the file is opened by now."""
+        """The sums of the parts of its rollouts; this opens the file."""
         return PartSums(self.file, self.header, self.tensors["num_tokens"])
 
     @lazy
@@ -229,7 +229,7 @@ class Shard:
 
     @lazy
     def pair_start_M(self) -> Mapping[str, np.ndarray]:
-        """The same for `turns` and `versions`, by their names; counted in pairs."""
+        """For `turns` and `versions`, `[M + 1]`, where each rollout's pairs begin, in pairs."""
         return {name: starts_of(self.tensors[count]) for name, count in PAIRS.items()}
 
     def locate_token(self, token: int) -> tuple[int, int]:
@@ -281,7 +281,7 @@ class Shard:
     # opened.
 
     def read_tensor(self, name: str) -> np.ndarray:
-        """A whole tensor, compared with its checksum; the error names the rollout, if it can."""
+        """A whole tensor, compared with its checksum; for PER_TOKEN the error names the rollout."""
         tensor, fits = read_tensor(self.file, self.header, name)
         if not fits:
             if name in PER_TOKEN:
@@ -326,12 +326,12 @@ class Shard:
     ) -> np.ndarray:
         """The routes `[len(layers), T, K]` of some rows.
 
-        These bytes are read, and at most the rest of the 64 rows at each end of a run of rows.
+        Beside these rows, at most the rest of a part of 64 rows is read at each end of a run.
 
         Args:
             rows_T: ascending, without repeats.
             layers: indices into `info.moe_layers`.
-            into_LTK: where they are written; None for a new array.
+            into_LTK: where the routes are written; None for a new array.
             place_T: ascending, where in `into_LTK` each row is written.
         """
         return self._read_rows("routes", rows_T, layers, self.info.topk, into_LTK, place_T)
@@ -362,8 +362,8 @@ class Shard:
 
         Example: of the rows 4 5 6 9 10 the runs are 4 5 6 and 9 10. If rollout 1 has the rows 4 5
         and rollout 2 the rows 6 7 8, then the rows 7 and 8 are read too, since they are in one part
-        with row 6, whose sum is compared. A run is read where it is to lie, if its rows lie side by
-        side there and no other row is read with it.
+        with row 6, whose sum is compared. A run is read straight into the result, if its rows lie
+        side by side there and no other row is read with it.
         """
         entry = self.header.entries[name]
         dtype = DTYPES[entry.dtype]
@@ -372,9 +372,9 @@ class Shard:
         if not len(rows_T) or not len(layers):  # a chunk without MoE layers needs no routes
             return read
         # Example: the rows 0 1 2 3 with padding after 1 have the places 0 1 3 4. Cut at the
-        # padding, both runs can be read where they are to lie. Where rows of two rollouts
-        # alternate, as in a batch that is not packed, each row would be a run: then only the rows
-        # cut, and the places of a run are filled from what was read.
+        # padding, both runs can be read straight into the result. But where rows of two rollouts
+        # alternate, as in a batch that is not packed, each row would then be a run: so only gaps
+        # between rows cut, and a run is copied to its places after it was read.
         cuts_T = np.diff(rows_T) != 1
         both_T = cuts_T | (np.diff(place_T) != 1)
         if both_T.sum() <= len(rows_T) // PART_TOKENS:

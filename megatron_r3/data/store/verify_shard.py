@@ -1,4 +1,4 @@
-"""Whether what a shard holds can be trained on: the whole of it, or what was just read.
+"""Whether the values of a shard can be trained on: all of them, or those that were just read.
 
 Shape suffixes (docs/glossary.md): C, K, L, M, N, T, U, V.
 """
@@ -29,10 +29,10 @@ _READ_BYTES = 1 << 22  # of routes that a verification reads at once, but at lea
 
 @dataclass(frozen=True)
 class ReadChecks:
-    """What is checked of values as they are read, where nobody has verified the shard before.
+    """Checks of values as they are read from a shard that was not verified before.
 
-    Checksums say that bytes are those that were written. These checks say that they can be trained
-    on, as `verify_shard` does for a whole shard.
+    Checksums tell that the bytes are those that were written. These checks tell that the values can
+    be trained on, as `verify_shard` does for a whole shard.
 
     Attributes:
         vocab_size: of the trainer; 0 where it is not known.
@@ -95,13 +95,13 @@ def verify_shard(shard: Shard, thorough: bool = True) -> None:
     """Read everything; check all sums and values, and that each row has distinct ids in range.
 
     Args:
-        thorough: whether what training compares as it reads is compared here too: the sums of parts
-            of rollouts, which cost more than the sum of a whole tensor.
+        thorough: whether to compare also the sums of parts of rollouts, as training does when it
+            reads; that costs more than the checksum of a whole tensor.
 
     Raises:
         ValueError: naming the file, and for a wrong value or id the rollout, layer and token.
     """
-    for name in IN_MEMORY:  # another process may have been the one that looked at the shard
+    for name in IN_MEMORY:  # this process has not read them if another one sent the shard
         shard.read_tensor(name)
     per_token = {name: shard.read_tensor(name) for name in PER_TOKEN}
     token_sums = shard.read_tensor(TOKEN_SUMS)
@@ -127,7 +127,7 @@ def check_tokens(
 
     Args:
         rollouts: which to look at; None for all of the shard.
-        tokens: all of them; None to read them.
+        tokens: all tokens of these rollouts; None to read the shard's.
 
     Raises:
         StoreError: naming the file, the rollout and the token.
@@ -184,13 +184,13 @@ def _verify_routes(shard: Shard, recorded_T: np.ndarray, thorough: bool) -> None
             wrong_layers = wrong_layers or these
     # damaged bytes make wrong ids too: an id is blamed only when all bytes are as stored
     if crc32 != shard.header.crc32["routes"]:
-        for these in some:  # the parts say where
+        for these in some:  # the sums of parts tell where the damage is
             shard.sums.compare_whole("routes", shard.read_layers(these), route_sums, these.start)
         raise shard.file.damaged("checksum of 'routes'")
     for layer in wrong_layers or ():
         ids_LTK = shard.read_layers(range(layer, layer + 1))
         for rollout, (begin, end) in enumerate(pairwise(shard.row_start_M.tolist())):
-            check_ids(  # the same error again, with the rollout and the token inside it
+            check_ids(  # raises the same error again, naming the rollout and its token
                 ids_LTK[:, begin:end],
                 shard.info.num_experts,
                 recorded_T[begin:end],
@@ -237,7 +237,7 @@ def check_values(shard: Shard, rollouts: range, per_token: Mapping[str, np.ndarr
 
 
 def _check_flags(shard: Shard, rollouts: range, per_token: Mapping[str, np.ndarray]) -> None:
-    """Refuse what is neither 0 nor 1."""
+    """Refuse a `response` or `recorded` that is neither 0 nor 1."""
     for name, locate, start_M in (
         ("response", shard.locate_token, shard.token_start_M),
         ("recorded", shard.locate_row, shard.row_start_M),
@@ -269,7 +269,7 @@ def _check_extras(shard: Shard, rollouts: range, per_token: Mapping[str, np.ndar
 
 
 def _turns_fit(shard: Shard, rollouts: range, response: np.ndarray) -> bool:
-    """Whether the turns of some rollouts lie in them, and name the tokens with `response`, bool."""
+    """Whether rollouts' turns lie inside them and cover exactly the tokens of `response`, bool."""
     start_M = shard.token_start_M[rollouts.start : rollouts.stop + 1]
     start_M = start_M - start_M[0]
     num_turns = shard.tensors["num_turns"][rollouts.start : rollouts.stop]

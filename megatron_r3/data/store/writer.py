@@ -69,7 +69,7 @@ def write_shard(directory: Path, info: StoreInfo, rollouts: Sequence[Rollout]) -
                 tensors = _tensors(rollouts, crc32)
                 recorded = sum(int(r.routes.recorded_T.sum()) for r in rollouts)
                 metadata = partial(_metadata, info, recorded)
-                # the longest texts that the header can come to have
+                # the longest texts that the header can have, to keep space free for it
                 longest = metadata(dict.fromkeys(tensors, _LARGEST_CRC32), _LARGEST_NUMBER)
                 longest["crc32"] = str(_LARGEST_CRC32)
                 written = write_tensors(file, tensors, longest, crc32)
@@ -151,11 +151,11 @@ def _metadata(
 def _tensors(rollouts: Sequence[Rollout], crc32: Mapping[str, int]) -> dict[str, Streamed]:
     """A shard's tensors in the order in which they are written.
 
-    The tables of sums come last: all sums are combined with a number that is made of the checksums
-    of everything else.
+    The tables of part sums come last: each sum is XORed with a number that is computed from the
+    checksums of all other tensors (`mask_of`).
 
     Args:
-        crc32: of the tensors, filled in as they are written.
+        crc32: of each tensor; the caller fills it in while it writes the tensors.
     """
     routes = rollouts[0].routes
     kept = [r.kept or KeptSets.none(len(r.tokens_N)) for r in rollouts]
@@ -210,7 +210,7 @@ def _layers(rollouts: Sequence[Rollout]) -> Iterator[list[np.ndarray]]:
 
 
 def _masked(sums: np.ndarray, crc32: Mapping[str, int]) -> Iterator[list[np.ndarray]]:
-    """A table of sums as it is stored; asked for when all other tensors have been written."""
+    """A table of part sums as it is stored; runs when all other tensors have been written."""
     yield [sums ^ np.uint32(mask_of(crc32))]
 
 
@@ -220,7 +220,7 @@ class Streamed:
 
     Attributes:
         parts: lists of contiguous arrays whose bytes follow each other. The arrays of one list are
-            written at once. A list is asked for when everything before it is written.
+            written at once. The next list is taken only when all before it are written.
     """
 
     dtype: np.dtype

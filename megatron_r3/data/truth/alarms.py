@@ -1,7 +1,7 @@
-"""Alarms that shares of mismatch raise by themselves: which rows differ more than they may.
+"""Alarms that need only shares of mismatch: rows of some kind differ more than their limit.
 
-Training has these shares only; where the routes are at hand, `unwritten.py` and `misplaced.py` say
-more. An alarm that comes without a fault is soon ignored: each share has the limit of `limit.py`.
+Training knows only these shares; `unwritten.py` and `misplaced.py` find more, but need the routes.
+False alarms are soon ignored, so each share is compared with the limit of `limit.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_r3.data.truth.mismatch_tables import Tables, position_name, turn_n
 
 @dataclass(frozen=True)
 class Alarm:
-    """Something is wrong with rows.
+    """A fault of recorded rows, as far as the truth test can tell.
 
     Attributes:
         cause: the likely cause, one of those of docs/truth.md.
@@ -34,7 +34,7 @@ class Alarm:
         return f"{self.cause}: {self.evidence}; {self.action}"
 
 
-Marks = list[np.ndarray]  # for each rollout, which rows a fault explains, bool
+Marks = list[np.ndarray]  # a bool array for each rollout: the rows that a fault explains
 
 
 class Finding(NamedTuple):
@@ -52,11 +52,11 @@ def table_alarms(
     model: str = "the trainer",
     names: Sequence[str] = (),
 ) -> list[Alarm]:
-    """What is wrong, as far as shares alone tell.
+    """The alarms that shares of mismatch raise.
 
     Args:
         found: what was measured.
-        floor: what is normal for this model and engine; None where nobody knows.
+        floor: what is normal for this model and engine; None if it is not known.
         most: the highest share where no floor is known.
         model: what messages call the live side.
         names: what messages call the rollouts of `found`.
@@ -72,7 +72,7 @@ def table_alarms(
 
 
 def _prompts(found: Tables, floor: Tables) -> Alarm | None:
-    """Rows of prompts differ more than others: a prefix cache may keep those of older weights."""
+    """The alarm that rows of prompts differ more than others: old weights may have made them."""
     usual = max(found.responses, floor.prompts)  # compares the shares
     limit = share_limit(found.prompts.rows, usual, "the share of sampled tokens, or of the floor")
     if not found.responses.rows or not limit.refuses(found.prompts.share):
@@ -87,7 +87,7 @@ def _prompts(found: Tables, floor: Tables) -> Alarm | None:
 
 
 def _versions(found: Tables, model: str) -> Alarm | None:
-    """Rollouts of older policies differ more and more. It must not be the newest that differs."""
+    """The alarm that the newest policy version differs most: normally older versions do."""
     if not found.versions:
         return None
     newest = max(found.versions)
@@ -108,7 +108,7 @@ def _versions(found: Tables, model: str) -> Alarm | None:
 def _too_high(
     found: Tables, floor: Tables, most: float, model: str, names: Sequence[str]
 ) -> Alarm | None:
-    """Each cell of each table against its floor or, where there is none, against `most`."""
+    """The alarm that a cell of a table is above its limit, which the floor or `most` gives."""
     rollouts = dict.fromkeys(found.rollouts, floor.all_rows)
     high: list[str] = []
     for name, cells, usual in (

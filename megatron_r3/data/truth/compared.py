@@ -20,17 +20,17 @@ NO_TURN = -1
 class Compared:
     """A rollout and the live routes of its tokens, under the weights that sampled it.
 
-    Row t is the route of token t. It counts as a row of the turn, and of the policy version, of the
-    token that it predicts, t + 1, since one forward pass makes the row and draws that token. A row
-    that predicts a token which nobody sampled is a row of a prompt.
+    Row t has the routes of token t. It counts for the turn and policy version of token t + 1, since
+    one forward pass makes row t and draws token t + 1. If token t + 1 was not sampled, row t is a
+    row of a prompt.
 
     Attributes:
         rollout: with the recorded routes.
         live_LTK: what the other implementation chooses, ids of any integer dtype.
-        logprobs_T: its log-prob of the token that each row predicts, of the distribution that the
-            rollout's log-probs are of; None where nobody worked it out.
+        logprobs_T: the other implementation's log-prob of the token that each row predicts, from
+            the same distribution as the rollout's log-probs; None if it is not known.
         name: what messages call the rollout.
-        before_LTK: what the weights before the last update choose; None where nobody asked them.
+        before_LTK: what the weights before the last update choose; None if it is not known.
     """
 
     rollout: Rollout
@@ -70,12 +70,12 @@ class Compared:
 
     @cached_property
     def live_codes_LT(self) -> np.ndarray:
-        """The live sets as numbers."""
+        """The live set of experts of each layer and row as one number, uint64."""
         return set_codes(self.live_LTK)
 
     @cached_property
     def same_LT(self) -> np.ndarray:
-        """Where both are the same set, bool."""
+        """Where the recorded and the live set are the same, bool."""
         return self.codes_LT == self.live_codes_LT
 
     @cached_property
@@ -109,8 +109,8 @@ class Compared:
         sampled = np.flatnonzero(version_T >= 0)
         if not len(sampled):
             return np.full(self.num_rows, rollout.policy_version)
-        # Example: rows 2 and 5 are sampled; the next one of the rows 0 1 2 3 4 5 6 is the number
-        # 0 0 0 1 1 1 1 of them, since behind the last one it stays the last one.
+        # Example: rows 2 and 5 predict sampled tokens. For the rows 0 to 6, the next of these two
+        # has the index 0 0 0 1 1 1 1: behind the last one, the last one counts.
         following_T = np.searchsorted(sampled, np.arange(self.num_rows))
         versions: np.ndarray = version_T[sampled[np.minimum(following_T, len(sampled) - 1)]]
         return versions
@@ -127,7 +127,7 @@ def set_codes(ids: np.ndarray) -> np.ndarray:
     """One uint64 for each set of ids in the last axis; equal sets have equal numbers.
 
     Each expert has a random number, and a set the sum of the numbers of its experts modulo 2^64, so
-    the order does not matter. Two sets have one code by accident once in 2^64 times.
+    the order does not matter. Two different sets have the same number with a chance of 2^-64.
     """
     codes: np.ndarray = _numbers()[ids].sum(-1, dtype=np.uint64)
     return codes
@@ -140,7 +140,7 @@ def _numbers() -> np.ndarray:
 
 
 def row_keys(codes_LT: np.ndarray) -> np.ndarray:
-    """One uint64 for what each row has in all layers, `[T]`."""
+    """One uint64 for each row, `[T]`; rows that are the same in all layers have equal numbers."""
     factors = np.random.default_rng(1).integers(0, 2**63, len(codes_LT), np.uint64) * 2 + 1
     keys: np.ndarray = (codes_LT * factors[:, None]).sum(0, dtype=np.uint64)
     return keys

@@ -19,9 +19,9 @@ from megatron_r3.data.truth.mismatch_tables import Tables, tables_of
 from megatron_r3.data.truth.misplaced import older_weights, shifted
 from megatron_r3.data.truth.unwritten import not_captured, stale
 
-# The order matters: what an earlier one explains is not looked at by the next ones.
+# The order matters: the rows that one function explains are left out for the next ones.
 CAUSES = (not_captured, stale, older_weights, shifted)
-LEAST_ROWS = 32  # of a floor, and of what is compared with one
+LEAST_ROWS = 32  # of a floor
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class Report:
 
     @property
     def may_be_floor(self) -> bool:
-        """Whether a later collection may be compared with this one: enough rows, no alarm."""
+        """Whether this may be the floor of later collections: enough rows, and no alarm."""
         return not self.alarms and self.newest.all_rows.rows >= LEAST_ROWS
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON holds it."""
+        """The report as a JSON object."""
         return {"tables": self.tables.to_json(), "alarms": [vars(a) for a in self.alarms]}
 
 
@@ -77,7 +77,7 @@ def examine(
     older = [one.version_T != newest for one in compared]
     alarms, marks = _causes(compared, older)
     rest = tables_of(compared, layers, marks)
-    # all versions, but those rows of the newest one that are explained
+    # rows of all versions, without the explained rows of the newest one
     versions = tables_of(
         compared, layers, [m & ~o for m, o in zip(marks, older, strict=True)]
     ).versions
@@ -91,7 +91,7 @@ def examine(
 def _causes(
     compared: Sequence[Compared], marks: list[np.ndarray]
 ) -> tuple[list[Alarm], list[np.ndarray]]:
-    """The alarms of known causes; and `marks`, the rows to leave out, with what causes explain."""
+    """The alarms of `CAUSES`, and the rows to leave out: `marks`, and those that causes explain."""
     alarms = []
     for cause in CAUSES:
         left = [_without(one, out_T) for one, out_T in zip(compared, marks, strict=True)]

@@ -43,7 +43,7 @@ class Floor:
     tables: Tables
 
     def to_json(self) -> dict[str, Any]:
-        """What a file of it holds."""
+        """The content of the floor's file."""
         return {"format": FORMAT, **asdict(self)}
 
 
@@ -61,7 +61,7 @@ def read_floor(path: Path) -> Floor | None:
     """The floor in a file; None if there is no file.
 
     Raises:
-        FloorError: the file holds something else.
+        FloorError: the file cannot be read, or holds something else.
     """
     try:
         with path.open("rb") as file:

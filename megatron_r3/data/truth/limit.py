@@ -1,4 +1,4 @@
-"""How far a sampler may be from the trainer: three times what is usual, plus a room.
+"""How far a sampler may be from the trainer: three times what is usual, plus a margin (room).
 
 Two things are judged by this rule: the shares of routes that differ (`alarms.py`, docs/truth.md),
 and a push of weights (`megatron_r3/loop/push_floor.py`, docs/online.md).
@@ -10,10 +10,10 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-# Right pushes and right collections of the same model in bfloat16 are up to twice their median.
+# Without a fault, pushes and collections of a model in bfloat16 reach up to twice their median.
 FACTOR = 3.0
-# Of a MoE layer's routes. A right engine in bfloat16 has up to 0.2 of them otherwise than the
-# trainer (docs/truth.md); a wrong rotary kernel had 0.88 to 0.97.
+# Shares of a MoE layer's routes. With a right engine in bfloat16, up to 0.2 of the routes differ
+# from the trainer's (docs/truth.md); with a wrong rotary kernel, 0.88 to 0.97 did.
 MOST_ROUTES, ROOM_ROUTES = 0.5, 0.05
 
 
@@ -33,9 +33,9 @@ class Limit(NamedTuple):
     Example: usually 0.02 of a layer's routes differ, and the room is 0.05: 0.11 may differ.
 
     Attributes:
-        usual: what it is without a fault; None where nothing is known yet.
-        room: what is added to three times that.
-        first: the most where nothing is known yet.
+        usual: the number without a fault; None if it is not known yet.
+        room: the margin that is added to three times `usual`.
+        first: the limit while `usual` is not known.
         source: where `usual` comes from, as messages call it.
     """
 
@@ -64,15 +64,15 @@ class Limit(NamedTuple):
 
 
 def share_limit(rows: float, usual: Share | None, source: str, most: float = MOST_ROUTES) -> Limit:
-    """The limit of a share that is measured over so many rows.
+    """The limit of a share that is measured over `rows` rows.
 
     One over the root of the rows is added: the share of n rows varies by at most half of that from
     sample to sample. Example: of 100 rows 0.1 more may differ, of 10,000 rows 0.01 more.
 
     Args:
-        usual: the share that it is compared with; None, or one of no rows, where there is none.
-        source: where that comes from.
-        most: the limit where there is none.
+        usual: the share without a fault; None, or a share of 0 rows, if it is not known.
+        source: where `usual` comes from, as messages call it.
+        most: the limit while `usual` is not known.
     """
     known = usual if usual and usual.rows else None
     chance = 1 / math.sqrt(max(1.0, min(rows, known.rows if known else rows)))

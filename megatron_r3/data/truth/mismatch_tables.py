@@ -66,21 +66,21 @@ class Tables:
 
     @property
     def all_rows(self) -> Share:
-        """Of all rows."""
+        """The share over all rows."""
         rows = self.prompts.rows + self.responses.rows
         wrong = sum(part.share * part.rows for part in (self.prompts, self.responses))
         return Share(wrong / rows if rows else 0.0, rows)
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON holds it: a share is `[share, rows]`, and a key of a table a text."""
+        """The tables for JSON, which writes a share as `[share, rows]`, and each key as a text."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Tables:
-        """What `to_json` gave.
+        """The tables that `to_json` wrote.
 
         Raises:
-            ValueError, TypeError, KeyError: it is something else.
+            ValueError, TypeError, KeyError: `value` is something else.
         """
         made: dict[str, Any] = {}
         for name, default in asdict(cls()).items():

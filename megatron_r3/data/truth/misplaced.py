@@ -1,4 +1,4 @@
-"""Rows that are true of something else: another token, or older weights.
+"""Rows that belong to something else: another token, or older weights.
 
 Each function looks for one fault, in rows that disagree with the live routes. docs/truth.md has a
 table of the faults.
@@ -18,16 +18,16 @@ from megatron_r3.data.truth.compared import Compared, part_name
 from megatron_r3.data.truth.limit import Share, percent, share_limit
 
 MOST_SHIFT = 16  # tokens, in both directions
-# How many more of the pairs must agree with another token, beside what chance makes of few rows.
-# In a healthy rollout none does: own rows agree best. Faults leave 0.6 to 0.9 (docs/truth.md).
+# A shift must raise the share of pairs that agree by this, plus 1/sqrt(rows) for chance. In a
+# healthy rollout a shift lowers the share; the right shift of shifted rows raises it by 0.6 to 0.9.
 BETTER = 0.25
 
 
 def shifted(compared: Sequence[Compared]) -> Finding | None:
-    """Rows of a neighbour: the row of token t is that of token t + s, in a part of the rows.
+    """Shifted rows: the row of token t is that of token t + s.
 
-    Rows of all rollouts are looked at by the part of the conversation; then, if no part is shifted
-    as a whole, rollout by rollout.
+    Each part of the conversation is looked at over all rollouts; if no part is shifted, each
+    rollout by itself.
     """
     parts = sorted({int(p) for one in compared for p in np.unique(one.part_T)})
     by_part = {
@@ -63,7 +63,7 @@ def shifted(compared: Sequence[Compared]) -> Finding | None:
 
 
 def _best_shift(compared: Sequence[Compared], here: Sequence[np.ndarray]) -> str:
-    """The shift with which these rows agree best, in words; empty if none is far better than 0."""
+    """The shift with which these rows agree best, in words; empty if no shift is far better."""
     best, words = 0.0, ""
     for shift in (s for n in range(1, MOST_SHIFT + 1) for s in (-n, n)):
         own, other = [], []
@@ -112,7 +112,7 @@ def older_weights(compared: Sequence[Compared]) -> Finding | None:
         f"{where} are those of the weights before the update: {percent(then.share)} differ from "
         f"those, {percent(now.share)} from the new ones"
     )
-    # What follows an old prefix was computed with its keys and values: it explains all rows.
+    # Tokens behind an old prefix were computed with its keys and values, so it explains all rows.
     marks = [np.ones(one.num_rows, bool) for one in compared]
     if prompts and not others:
         action = (

@@ -10,7 +10,7 @@ from megatron_r3.data.truth.floor import Floor
 from megatron_r3.data.truth.limit import Share, percent
 from megatron_r3.data.truth.mismatch_tables import Tables, position_name, turn_name
 
-MOST_CELLS = 12  # of a line
+MOST_CELLS = 12  # that a line of text has
 
 
 def mismatch_text(report: Report, floor: Floor | None) -> str:

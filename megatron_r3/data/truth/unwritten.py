@@ -45,7 +45,7 @@ def not_captured(compared: Sequence[Compared]) -> Finding | None:
 def stale(compared: Sequence[Compared]) -> Finding | None:
     """Runs of rows that are copies of rows in another place, where the live rows are not alike.
 
-    One row in the place of all is such a run, too: each of its rows is a copy of the row before.
+    The same row for all tokens is such a run, too: each row is a copy of the row before.
     """
     keys_T = np.concatenate([row_keys(one.codes_LT) for one in compared])
     live_LT = np.concatenate([one.live_codes_LT for one in compared], 1)
@@ -56,7 +56,7 @@ def stale(compared: Sequence[Compared]) -> Finding | None:
     mark_T, runs = np.zeros(len(keys_T), bool), []
     for first, end, back in _copied_runs(keys_T, recorded_T, starts):
         alike = (live_LT[:, first:end] == live_LT[:, first - back : end - back]).mean()
-        # Copies of rows that were right there. Repeated text has alike rows live, too.
+        # Repeated text has equal rows live, too (`alike`), and its rows are right (`same_T`).
         if end - first >= least and alike < 0.5 and same_T[first:end].mean() < 0.5:
             mark_T[first:end] = True
             runs.append((first, end, back))
@@ -97,11 +97,11 @@ def _said_of_run(
 
 
 def _least_run(live_keys_T: np.ndarray) -> int:
-    """How long a run must be that does not come by accident.
+    """How many rows a run of copies must have, so that it is no accident.
 
-    Two rows are the same by accident with a probability p, the sum of squares of the shares of all
-    rows. A run of n rows is, with p^n; there are T places and as many distances. Example: with 4
-    kinds of rows, p is 1/4, and 1,000 rows need T^2 p^n < 1e-6, n = 20.
+    Two rows are equal by accident with a probability p, the sum of the squared shares of the
+    different rows; n rows in a run with p^n. A run has T places and T distances, so n must make T^2
+    p^n less than 1e-6. Example: 1,000 rows of 4 equally frequent kinds: p = 1/4, so n = 20.
     """
     _, counts = np.unique(live_keys_T, return_counts=True)
     rows = len(live_keys_T)
@@ -112,7 +112,7 @@ def _least_run(live_keys_T: np.ndarray) -> int:
 def _copied_runs(
     keys_T: np.ndarray, recorded_T: np.ndarray, starts: np.ndarray
 ) -> list[tuple[int, int, int]]:
-    """First row, end and distance of runs of rows that occurred before, one behind the other.
+    """First row, end and distance of each run of rows that occurred before in the same order.
 
     Example: the keys 5 6 7 8 9 6 7 8 have the run (5, 8, 4), since rows 5 to 7 repeat 1 to 3.
     """
