@@ -84,8 +84,8 @@ def policy_stamp(directory: Path) -> str:
     for one, other in pairwise(tensors):
         if (one.kind, one.name) == (other.kind, other.name):
             raise ValueError(
-                f"{one.path} and {other.path.name} both have the tensor {one.name}: which of them "
-                "the engine loads nobody can tell; remove one of the files"
+                f"{one.path} and {other.path.name} both have the tensor {one.name}, and an engine "
+                "may load either; remove one of the files"
             )
     stop = threading.Event()
     whole = hashlib.sha256()
@@ -130,7 +130,7 @@ class _Tensor:
             while left:
                 piece = file.read(min(left, _PIECE))
                 if not piece:
-                    raise ValueError(f"{self.path}: it was cut while it was read")
+                    raise ValueError(f"{self.path}: the file was truncated while it was read")
                 left -= len(piece)
                 yield piece
 

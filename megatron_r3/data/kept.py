@@ -117,14 +117,13 @@ class KeptSets:
         drawn = owner_V[self.ids_V == tokens_N[owner_V]]
         if len(drawn) != int(sampled_N.sum()):  # no set has its token twice: `_wrong_ids`
             token = int(np.setdiff1d(np.flatnonzero(sampled_N), drawn)[0])
-            return f"token {token}: its kept set does not have its id {int(tokens_N[token])}"
+            return f"token {token}: its kept set lacks its own id {int(tokens_N[token])}"
         other = (self.sizes_N == 1) & (logprobs_N < -_OF_ONE_TOKEN)
         if other.any():
             token = int(other.argmax())
             return (
-                f"token {token}: its log-prob is {logprobs_N[token]:g}, though its kept set is "
-                "this token alone, whose log-prob is 0: the log-probs are not those of the cut "
-                "distribution"
+                f"token {token}: its log-prob is {logprobs_N[token]:g}, but its kept set has this "
+                "token alone, so it must be 0: the log-probs are not normalised over the kept sets"
             )
         return None
 
@@ -164,5 +163,5 @@ class KeptSets:
             return f"token {token} {there}"
         total = int(self.sizes_N.sum(dtype=np.int64))
         if total != len(self.ids_V):
-            return f"kept sets of {total} ids; there are {len(self.ids_V)}"
+            return f"the sizes of its kept sets add up to {total}; there are {len(self.ids_V)} ids"
         return None

@@ -148,7 +148,7 @@ class Rollout:
             return "its first token cannot be sampled: nothing predicts it"
         sampled_N = sampled_tokens(self.spans_U2, len(tokens_N))
         if sampled_N is None or not np.array_equal(sampled_N, self.response_N):
-            return "its `turns` and its `response` name different tokens"
+            return "its `turns` and its `response` mark different tokens as sampled"
         if wrong := wrong_logprobs(np.asarray(self.logprobs_N), sampled_N):
             return f"token {wrong[0]}: {wrong[1]}"
         return None
@@ -212,7 +212,8 @@ def wrong_logprobs(logprobs_N: np.ndarray, response_N: np.ndarray) -> tuple[int,
     if wrong := wrong_logprob(logprobs_N[sampled]):
         return int(sampled[wrong[0]]), f"its log-prob {wrong[1]}"
     for token in np.flatnonzero((logprobs_N != 0) & ~response_N)[:1]:
-        return int(token), f"its log-prob is {logprobs_N[token]:g}; it was not sampled, so 0"
+        value = logprobs_N[token]
+        return int(token), f"its log-prob is {value:g}; it must be 0, as it was not sampled"
     return None
 
 

@@ -85,7 +85,7 @@ def wrong_name(policy_version: int, group: int, sample: int) -> str | None:
         ("sample", sample, 0),
     ):
         if not least <= value < 2**63:
-            return f"{name} {value}: a whole number from {least} on, of 64 bits"
+            return f"{name} {value}: must be a whole number from {least} on, of 64 bits"
     return None
 
 

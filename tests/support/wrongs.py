@@ -264,7 +264,7 @@ for key in ("format", "version", "number", "recorded_rows", "info", "crc32"):
     wrong("", body(without(key)), f"no {key}")
 wrong("the header must have the keys ['crc32', ", with_key("spans", 1))
 wrong("info must have the keys [", with_key("info", []))
-wrong("crc32 of 'it': 'x' is no CRC-32", with_key("crc32", "x"))
+wrong("crc32 of 'the shard': 'x' is no CRC-32", with_key("crc32", "x"))
 for crc32 in ("x", 2**32):
     change = in_key("crc32", lambda sums, one=crc32: {**sums, "turns": one})
     wrong(f"crc32 of 'turns': {crc32!r} is no CRC-32", change)
@@ -353,8 +353,8 @@ for message, changes in {
     "num_turns: the counts of its rollouts add up to 4": {"num_turns": [1, 2, 1]},
     "num_kept: 4611686018427387904 of rollout 0": {"num_kept": [2**62, 0, 0]},
     "num_versions: the counts of its rollouts add up to 5": {"num_versions": [2, 2, 1]},
-    "rollout 1: policy_version -3: a whole number from 0": {"policy_version": [7, -3, 7]},
-    "rollout 0: sample -1: a whole number from 0 on": {"sample": [-1, 0, 1]},
+    "rollout 1: policy_version -3: must be a whole number": {"policy_version": [7, -3, 7]},
+    "rollout 0: sample -1: must be a whole number from 0 on": {"sample": [-1, 0, 1]},
     "rollout 1: prompt_digest must not be negative": {"prompt_digest": [0, -1, 0]},
 }.items():
     arrays = {name: np.array(values, np.int64) for name, values in changes.items()}
@@ -367,13 +367,13 @@ for name in ("reward", "kept_ids", "route_sums"):
     wrong("tensors [", tensors(**{name: None}), f"no {name}")
 wrong("tensors [", tensors(spans=zeros("i4", 3)))
 
-OTHER_TURNS = "rollout 1: its `turns` and its `response` name different tokens"
+OTHER_TURNS = "rollout 1: its `turns` and its `response` mark different tokens as sampled"
 VALUES = [  # tensor, place, value; rollout 1 has the tokens 5 to 13, and the rows 4 to 11
     ("logprobs", 8, np.nan, "rollout 1: token 3: its log-prob is nan, which is not finite"),
     ("logprobs", 8, -9999, "rollout 1: token 3: its log-prob is -9999, which vLLM sends"),
     ("logprobs", 8, -95, "rollout 1: token 3: its log-prob is -95, below -64"),
     ("logprobs", 13, 5, "rollout 1: token 8: its log-prob is 5: a probability above 1"),
-    ("logprobs", 6, -1, "rollout 1: token 1: its log-prob is -1; it was not sampled, so 0"),
+    ("logprobs", 6, -1, "rollout 1: token 1: its log-prob is -1; it must be 0, as it was not"),
     ("tokens", 9, -7, "rollout 1: token 4 is id -7; the vocabulary has ids 0 to 2147483647"),
     ("response", 5, 1, "rollout 1: its first token cannot be sampled"),
     ("response", 8, 2, "rollout 1: response must be 0 or 1"),
@@ -384,7 +384,7 @@ VALUES = [  # tensor, place, value; rollout 1 has the tokens 5 to 13, and the ro
     ("kept_ids", 0, 49, "rollout 0: token 2: its kept set must have each id once, ascending"),
     ("kept_sizes", 0, 1, "rollout 0: token 0 was not sampled, and has a kept set"),
     ("kept_sizes", 2, 0, "rollout 0: token 2 was sampled, and has no kept set"),
-    ("kept_sizes", 14, 1, "rollout 2: kept sets without ids"),
+    ("kept_sizes", 14, 1, "rollout 2: its kept_sizes are not all 0, but it has no kept_ids"),
     ("versions", 1, 6, "rollout 0: policy_version is 7, and its first version span is of 6"),
     ("versions", 0, 1, "rollout 0: a version span begins at token 1, which was not sampled"),
     ("versions", 0, 3, "rollout 0: its version spans begin at token 3, not at the first"),

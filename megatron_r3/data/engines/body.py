@@ -55,7 +55,10 @@ def option(request: Mapping[str, Any], name: str, default: int) -> Any:
 def whole_number(value: Any, name: str, least: int = 0) -> int:
     """`value`, refused unless it is a whole number from `least` to 2**31 - 1."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST_TOKEN_ID:
-        raise EngineError(f"{name} must be a whole number from {least} on; got {quoted(value)}")
+        most = MOST_TOKEN_ID
+        raise EngineError(
+            f"{name} must be a whole number from {least} to {most}; got {quoted(value)}"
+        )
     return value
 
 
@@ -136,7 +139,7 @@ def prompt_contents(engine: str, request: Mapping[str, Any]) -> list[Any]:
     if isinstance(prompt, str):
         return [prompt]
     if not isinstance(prompt, (list, np.ndarray)) or not len(prompt):
-        raise EngineError(f"the request has no prompt: none of messages, {', '.join(names)}")
+        raise EngineError(f"the request has no prompt: give it one of messages, {', '.join(names)}")
     # [5, 6] is one prompt of two tokens; [[5, 6], [7]] and ["a", "b"] are two prompts
     return [prompt] if isinstance(prompt[0], (int, np.integer)) else list(prompt)
 
@@ -169,8 +172,8 @@ def choices_in_order(choices: Any, expected: int) -> list[Mapping[str, Any]]:
     by_index = {whole_number(choice.get("index"), "a choice's index"): choice for choice in choices}
     if len(choices) != expected or sorted(by_index) != list(range(len(choices))):
         raise EngineError(
-            f"choices {[choice.get('index') for choice in choices[:20]]}; the request asks for "
-            f"{expected}, 0 to {expected - 1}"
+            f"the response has the choices {[choice.get('index') for choice in choices[:20]]}; "
+            f"the request asks for {expected}, numbered from 0"
         )
     return [by_index[i] for i in range(expected)]
 
@@ -187,8 +190,8 @@ def refuse_none_sampled(value: Any, name: str) -> None:
     """Refuse an empty list of sampled tokens."""
     if isinstance(value, (list, tuple)) and not value:
         raise EngineError(
-            f"{name} is empty: no token was sampled; ask for at least 1 (max_tokens, of SGLang's "
-            "/generate max_new_tokens), and leave out a request that was ended before its first"
+            f"{name} is empty: no token was sampled; ask for at least 1 (max_tokens; SGLang's "
+            "/generate: max_new_tokens), and leave out a request that ended before its first token"
         )
 
 
@@ -305,7 +308,7 @@ def _shaped(flat: np.ndarray, shape: tuple[int, ...], order: Any, name: str) -> 
     try:
         return flat.reshape(shape, order=order)
     except ValueError as error:  # (0, 2**40, 2**40) is empty, and numpy still has no such array
-        raise EngineError(f"{name}: not a shape of an array ({error})") from error
+        raise EngineError(f"{name}: no array can have its shape ({error})") from error
 
 
 def token_array(value: Any, name: str) -> np.ndarray:

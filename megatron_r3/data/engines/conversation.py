@@ -203,8 +203,8 @@ def _refuse_holes(routes: Routes, where: str) -> None:
         token = int(np.argmin(routes.recorded_T))  # False is less than True: the first False
         raise EngineError(
             f"{where}: no response brought the row of token {token} "
-            f"({int((~routes.recorded_T).sum())} of {routes.num_rows} rows are missing); ask the "
-            "next turn with a start of the previous length - 1"
+            f"({int((~routes.recorded_T).sum())} of {routes.num_rows} rows are missing); ask for "
+            "the routes of a next turn from the last token of the turn before on"
         )
 
 
@@ -213,8 +213,8 @@ def _refuse_other_tokens(increment: Increment, tokens_N: np.ndarray, other: str)
     if differs.any():
         token = int(np.argmax(differs))
         raise EngineError(
-            f"token {token} is {increment.tokens_N[token]}, and {tokens_N[token]} in {other}: not "
-            "one conversation, or its text was tokenized again"
+            f"token {token} is id {increment.tokens_N[token]}, but id {tokens_N[token]} in {other}:"
+            " they are of two conversations, or a text was tokenized again"
         )
 
 
@@ -233,7 +233,10 @@ def _joined_rows(ordered: Sequence[Increment], num_rows: int) -> Routes:
                 first.num_layers,
                 first.topk,
             ):
-                raise EngineError("layers, experts or top-k differ in one conversation")
+                raise EngineError(
+                    f"layers, experts or top-k are other than in {ordered[0].where}, of the same "
+                    "conversation"
+                )
             rows = slice(increment.start, increment.start + routes.num_rows)
             # overlap: rows that an earlier increment brought, and this one brings again
             again_T = recorded_T[rows] & routes.recorded_T

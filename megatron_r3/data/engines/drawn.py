@@ -35,8 +35,9 @@ def kept_sets(lists: Any, name: str, prompt_length: int, num_sampled: int) -> Ke
         raise EngineError(f"{name}: {len(lists)} lists for {num_sampled} response tokens")
     # The types are checked first, because numpy would turn True into 1.
     for index, one in enumerate(lists):
-        if not all(type(token) is int for token in one):
-            raise EngineError(f"{name}: an entry of token {prompt_length + index} is no id")
+        if not all(type(entry) is int for entry in one):
+            token = prompt_length + index
+            raise EngineError(f"{name}: the list of token {token} has an entry that is no id")
     try:
         return KeptSets.from_lists([*([[]] * prompt_length), *lists])
     except (ValueError, OverflowError) as error:
@@ -72,7 +73,7 @@ def version_spans(spans: Any, num_sampled: int) -> np.ndarray | None:
         end = stop
     if end != num_sampled:
         raise EngineError(
-            f"weight_versions end at token {end} of the response, which has {num_sampled}"
+            f"weight_versions end at token {end} of the response, which has {num_sampled} tokens"
         )
     numbers = [str(version) for version, _, _ in parts]
     if not all(map(_WHOLE.fullmatch, numbers)):

@@ -44,7 +44,7 @@ from megatron_r3.replay.words import quoted, said
 # Patched: ["ndarray", {"data": "AQADAA...", "dtype": "int16", "shape": [3, L, K]}], in base64.
 
 _DTYPES = ("int16", "int32", "int64")
-_ASK_IDS = "0.17's /v1/completions returns none; chat: ask with return_tokenized_data true"
+_ASK_IDS = "in a chat ask with return_tokenized_data true; Megatron 0.17's completions have none"
 _ASK_LOGPROBS = "ask with logprobs 1 (chat: true)"
 
 
@@ -101,8 +101,8 @@ def _increment(
     evictions = fields.get("num_evictions")
     if evictions and choice.get("moe_topk_indices") is None:
         raise EngineError(
-            f"evicted {quoted(evictions, 20)} times and resumed: its routes are lost; a patched "
-            "server keeps them (make apply)"
+            f"the server evicted and resumed the request {quoted(evictions, 20)} times, and lost "
+            "its routes; a server with the patches keeps them (make apply)"
         )
     prompt = prompt_array(asked, fields.get("prompt_token_ids"), _ASK_IDS)
     response_G = id_array(fields.get("generation_token_ids"), "generation_token_ids", _ASK_IDS)
@@ -154,8 +154,8 @@ def _rows(value: Any, shape: ModelShape, num_mtp_layers: int) -> np.ndarray:
     name = "moe_topk_indices"
     if value is None:
         raise EngineError(
-            f"{name}: there are none; start the server with --moe-enable-routing-replay (on a tree "
-            "without the patches many requests lose them all the same)"
+            f"{name}: there are none; start the server with --moe-enable-routing-replay, on a tree "
+            "with the patches (without them many requests lose their routes)"
         )
     rows_TLK = routes_array(value, name)
     layers, num_moe = rows_TLK.shape[1], len(shape.moe_layers)

@@ -73,7 +73,7 @@ def _increment(
             "routes"
         )
     prompt = prompt_array(
-        request.get("prompt"), sequence.get("prompt_token_ids"), "name the prompt"
+        request.get("prompt"), sequence.get("prompt_token_ids"), "or give the request a `prompt`"
     )
     response_G = id_array(sequence["token_ids"], "token_ids", "")
     tokens_N = checked_tokens(prompt, response_G, request, shape)

@@ -180,8 +180,8 @@ def _increment(
     refuse_half_way(meta.get("finish_reason"))
     if retracted := meta.get("num_retractions"):
         raise EngineError(
-            f"retracted {quoted(retracted, 20)} times: its first tokens have routes of the second "
-            "run and log-probs of the first; sample it again"
+            f"the server retracted the request {quoted(retracted, 20)} times: its first tokens "
+            "have routes of the second run and log-probs of the first; sample it again"
         )
     prompt = prompt_array(asked, item["prompt_token_ids"], item["hint"])
     counted = meta.get("prompt_tokens")
@@ -215,7 +215,7 @@ def _response(item: Mapping[str, Any], prompt_tokens: int) -> tuple[np.ndarray, 
     named_G, logprobs_G = _native_logprobs(native)  # /generate always names the tokens by id
     response_G = id_array(named_G if tokens is None else tokens, "output_ids", item["hint"])
     if not np.array_equal(response_G, named_G):
-        raise EngineError("output_token_logprobs are not those of output_ids")
+        raise EngineError("output_token_logprobs name other ids than output_ids")
     return response_G, logprobs_G
 
 
@@ -229,15 +229,17 @@ def _logprobs_of_mask(
     """
     values, masks = meta.get(_MASK_LOGPROBS), meta[_MASK]
     if not isinstance(values, list) or len(values) != len(masks):
-        raise EngineError(f"{_MASK} without {_MASK_LOGPROBS} of each token")
+        raise EngineError(f"{_MASK_LOGPROBS} must have an entry for each token of {_MASK}")
     chosen = []
     for value, mask, token in zip(values, masks, tokens_N[prompt_length:].tolist(), strict=True):
         if isinstance(value, list):
             if len(value) != len(mask):
-                raise EngineError(f"{_MASK_LOGPROBS}: {len(value)} for a mask of {len(mask)}")
+                raise EngineError(
+                    f"{_MASK_LOGPROBS}: {len(value)} log-probs for a mask of {len(mask)} tokens"
+                )
             value = value[mask.index(token)] if token in mask else math.nan
         if value is None:
-            raise EngineError("a response token has no log-prob (JSON has no NaN)")
+            raise EngineError("a response token has no log-prob: it is null; sample it again")
         chosen.append(value)
     return number_array(chosen, _MASK_LOGPROBS)
 
@@ -250,7 +252,7 @@ def _native_logprobs(entries: Any) -> tuple[np.ndarray, np.ndarray]:
     ):
         raise EngineError("output_token_logprobs must be a list of [log-prob, token id, text]")
     if any(entry[0] is None for entry in entries):
-        raise EngineError("a response token has no log-prob (JSON has no NaN)")
+        raise EngineError("a response token has no log-prob: it is null; sample it again")
     name = "output_token_logprobs"
     return (
         token_array([entry[1] for entry in entries], name),

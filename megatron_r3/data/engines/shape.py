@@ -72,8 +72,8 @@ class ModelShape(MoEShape):
             raise EngineError(wrong)
         if self.moe_layers[-1] >= self.num_hidden_layers:
             raise EngineError(
-                f"MoE layers {quoted(list(self.moe_layers))} of {self.num_hidden_layers} hidden "
-                "layers"
+                f"the MoE layers are {quoted(list(self.moe_layers))}, counted from 0; the model "
+                f"has only {self.num_hidden_layers} hidden layers"
             )
 
     @classmethod

@@ -246,7 +246,7 @@ def _check_body(path: Path, body: dict[str, Any]) -> None:
             f"back the name {shard_name(body['number'])}, or remove the copy"
         )
     crc32 = body["crc32"]
-    for name, value in crc32.items() if isinstance(crc32, dict) else [("it", crc32)]:
+    for name, value in crc32.items() if isinstance(crc32, dict) else [("the shard", crc32)]:
         if not _is_whole(value, 2**32 - 1):
             raise StoreError(f"{path}: crc32 of {quoted(name)}: {quoted(value)} is no CRC-32")
 

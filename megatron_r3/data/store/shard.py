@@ -121,7 +121,7 @@ class Shard:
             if wrong := wrong_count(tensors[count], least, total):
                 raise StoreError(f"{self.path}: {count}: {wrong}")
         if kept and not tensors["num_kept"].any():
-            raise StoreError(f"{self.path}: has kept sets, and no rollout has one")
+            raise StoreError(f"{self.path}: has tensors of kept sets, but no rollout has kept ids")
         got, parts = entries[TOKEN_SUMS].shape[1], int(self.sums.part_start_M[-1])
         if got != parts:
             raise StoreError(f"{self.path}: has sums of {got} parts; its rollouts have {parts}")
@@ -310,7 +310,10 @@ class Shard:
         kept = KeptSets(sizes_N, ids_V)
         self.sums.compare(KEPT_SUMS, [0, 1], rollout, 0, kept_sums(kept))
         if not len(ids_V) and sizes_N.any():
-            raise StoreError(f"{self.path}: rollout {rollout}: kept sets without ids")
+            raise StoreError(
+                f"{self.path}: rollout {rollout}: its kept_sizes are not all 0, but it has no "
+                "kept_ids"
+            )
         return kept if len(ids_V) else None
 
     def read_recorded(self, rows_T: np.ndarray) -> np.ndarray:

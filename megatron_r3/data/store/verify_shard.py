@@ -230,8 +230,8 @@ def check_values(shard: Shard, rollouts: range, per_token: Mapping[str, np.ndarr
             if not _turns_fit(shard, rollouts[number : number + 1], response[begin:end])
         )
         raise StoreError(
-            f"{shard.path}: rollout {wrong_rollout}: its `turns` and its `response` name different "
-            "tokens"
+            f"{shard.path}: rollout {wrong_rollout}: its `turns` and its `response` mark different "
+            "tokens as sampled"
         )
     _check_extras(shard, rollouts, per_token)
 

@@ -99,8 +99,8 @@ def _versions(found: Tables, model: str) -> Alarm | None:
                 "weights of another version",
                 f"{percent(share.share)} differ at policy version {newest}, the newest, "
                 f"{limit.words(percent)}",
-                f"the engine sampled {newest} with other weights than it said, or {model} has "
-                "older ones",
+                f"the engine sampled version {newest} with other weights than it said, or {model} "
+                "has older weights",
             )
     return None
 
@@ -135,8 +135,8 @@ def _too_high(
     return Alarm(
         "the engine computes another model",
         f"too many routes differ: {numbers}",
-        f"where all rows differ, the engine has other weights than {model}, returns physical ids "
+        f"if all rows differ, the engine has other weights than {model}, returns physical ids "
         "of experts that it moved (EPLB), or has a wrong kernel (try another backend, and "
-        "float32); where some rollouts do, requests were mixed up; where rows from a place on do, "
-        "rows were padded, lost or joined wrongly (docs/truth.md)",
+        "float32); if some rollouts differ, requests were mixed up; if rows from a position on "
+        "differ, rows were padded, lost or joined wrongly (docs/truth.md)",
     )

@@ -69,7 +69,7 @@ def read_floor(path: Path) -> Floor | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise FloorError(f"{path}: {error.strerror}") from error
+        raise FloorError(f"{path}: the floor cannot be read: {error.strerror}") from error
     try:
         value = read_json(data, str(path), _MOST_BYTES)
         if value["format"] != FORMAT:

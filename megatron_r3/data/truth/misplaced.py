@@ -120,5 +120,5 @@ def older_weights(compared: Sequence[Compared]) -> Finding | None:
             "flush_cache, vLLM: /reset_prefix_cache)"
         )
         return Finding(Alarm("old KV after an update", evidence, action), marks)
-    action = "the engine has not taken the update: compare what it says of its weights"
+    action = "the engine has not taken the update: look which weight version it reports"
     return Finding(Alarm("weights of another version", evidence, action), marks)

@@ -29,8 +29,9 @@ def mismatch_text(report: Report, floor: Floor | None) -> str:
         _line("policy version", tables.versions, {}, str),
     ]
     rows = tables.all_rows
-    total = f"{percent(rows.share)} of {rows.rows:.0f} rows; {percent(tables.tokens.share)} of them"
-    return "\n".join([f"all layers      {total} in some layer", *lines])
+    total = f"{percent(rows.share)} of the pairs of {rows.rows:.0f} rows"
+    some = f"{percent(tables.tokens.share)} of the rows in some layer"
+    return "\n".join([f"all layers      {total}; {some}", *lines])
 
 
 def _line(

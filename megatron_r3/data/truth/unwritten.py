@@ -35,8 +35,8 @@ def not_captured(compared: Sequence[Compared]) -> Finding | None:
     token = int(marks[index].argmax())
     ids = compared[index].rollout.routes.ids_LTK[:, token].tolist()
     evidence = (
-        f"{rows} of {num_rows} rows have an expert several times, the first is token "
-        f"{token} of {compared[index].name}: {ids[0]} in its first layer"
+        f"{rows} of {num_rows} rows have an expert several times, or are of a layer with zeros "
+        f"alone; the first is token {token} of {compared[index].name}: {ids[0]} in its first layer"
     )
     action = "the engine did not capture them: another backend or version (docs/collect.md)"
     return Finding(Alarm("zeros", evidence, action), marks)

@@ -93,7 +93,7 @@ def test_settings_of_a_request(request_, expected):
         ({"min_p": -0.5}, "min_p must be a number from 0 to 1; got -0.5"),
         ({"top_k": 2.5}, "top_k must be a whole number from -1 on; got 2.5"),
         ({"top_k": 10**400}, "top_k must be a number from -1"),
-        ({"max_tokens": -1}, "max_tokens must be a whole number from 0 on; got -1"),
+        ({"max_tokens": -1}, "max_tokens must be a whole number from 0 to 2147483647; got -1"),
         (
             {"sampling_params": [{"temperature": 1}, {"temperature": 0.5}]},
             "temperature differs between the prompts of one request",
@@ -175,7 +175,7 @@ def test_a_group_has_one_prompt(folder, capsys):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"group": 2**63}, f"group {2**63}: a whole number from {-(2**63)} on, of 64 bits"),
+        ({"group": 2**63}, f"group {2**63}: must be a whole number from {-(2**63)} on, of 64 bits"),
         ({"group": -(2**63) - 1}, "of 64 bits"),
         ({"group": 1.0}, "`group` must be a whole number"),
         ({"reward": [1, 10**400]}, "line 1, choice 1: `reward` is 1000"),

@@ -53,14 +53,14 @@ def test_joined_parts_are_the_whole() -> None:
         ([[], [], [7, 2], [3]], "4 kept sets for 5 tokens"),
         ([[], [], [7, 2], [], [4]], "token 3 was sampled, and has no kept set"),
         ([[], [9], [7, 2], [3], [4]], "token 1 was not sampled, and has a kept set"),
-        ([[], [], [7, 2], [3], [9, 0]], "token 4: its kept set does not have its id 4"),
+        ([[], [], [7, 2], [3], [9, 0]], "token 4: its kept set lacks its own id 4"),
         ([[], [], [7, 7], [3], [4]],
          "token 2: its kept set must have each id once, ascending; got 7 before 7"),
         ([[], [], [7, 12], [3], [4, 1]],
          "token 2: its kept set has id 12; the vocabulary has ids 0 to 9"),
         ([[], [], [7, 2], [3], [4]],
-         "token 4: its log-prob is -1.5, though its kept set is this token alone, whose log-prob "
-         "is 0: the log-probs are not those of the cut distribution"),
+         "token 4: its log-prob is -1.5, but its kept set has this token alone, so it must be 0: "
+         "the log-probs are not normalised over the kept sets"),
     ],
 )  # fmt: skip
 def test_impossible_sets_are_refused(sets: list[list[int]], reason: str) -> None:
@@ -70,7 +70,8 @@ def test_impossible_sets_are_refused(sets: list[list[int]], reason: str) -> None
 def test_impossible_arrays_are_refused() -> None:
     shuffled = replace(KEPT, ids_V=KEPT.ids_V[[1, 0, 2, 3, 4, 5]])
     assert "ascending; got 7 before 2" in str(wrong(shuffled))
-    assert wrong(replace(KEPT, ids_V=KEPT.ids_V[:-1])) == "kept sets of 6 ids; there are 5"
+    cut = replace(KEPT, ids_V=KEPT.ids_V[:-1])
+    assert wrong(cut) == "the sizes of its kept sets add up to 6; there are 5 ids"
     negative = np.array([0, 0, 2, -1, 5], np.int32)
     assert wrong(replace(KEPT, sizes_N=negative)) == "token 3 was sampled, and has no kept set"
     below = np.array([-1, 7, 3, 0, 4, 9], np.int32)

@@ -66,12 +66,12 @@ WRONG = {
     "token 7: its log-prob is nan, which is not finite": {
         "logprobs_N": np.array([0, 0, 0, 0, 0, -1, -1, np.nan, -1], np.float32)
     },
-    "token 2: its log-prob is -1; it was not sampled, so 0": {
+    "token 2: its log-prob is -1; it must be 0, as it was not sampled": {
         "logprobs_N": np.array([0, 0, -1, 0, 0, -1, -1, -1, -1], np.float32)
     },
     # turns that overlap, begin late, are empty, leave the rollout, hold a token of the prompt
     **{
-        f"its `turns` and its `response` name different tokens {turns.tolist()}": {
+        f"its `turns` and its `response` mark different tokens as sampled {turns.tolist()}": {
             "turns_U2": turns
         }
         for turns in (
@@ -113,7 +113,7 @@ def test_the_control_is_written_and_read(tmp_path):
     [
         ({"reward": UNREWARDED}, "reward nan: a reward is finite"),
         ({"reward": None}, "reward None: a reward is a number"),
-        ({"policy_version": UNKNOWN_POLICY}, "policy_version -1: a whole number from 0 on"),
+        ({"policy_version": UNKNOWN_POLICY}, "policy_version -1: must be a whole number from 0 on"),
         ({"group": "0"}, "group must be a whole number; got '0'"),
         ({"prompt_digest": 2**63}, "prompt_digest must be of 63 bits"),
     ],

@@ -134,7 +134,9 @@ def test_a_retry_that_differs_is_refused():
         wrong = TOKENS[:20].copy()
         wrong[token] = 7
         retry = dataclasses.replace(turn(13, 20, 8, "retry"), tokens_N=wrong)
-        with pytest.raises(EngineError, match=f"token {token} is {100 + token}, and 7 in retry"):
+        with pytest.raises(
+            EngineError, match=f"token {token} is id {100 + token}, but id 7 in retry"
+        ):
             stitch([turn(5, 9), turn(13, 20, 8), retry], "here")
 
 
@@ -147,7 +149,7 @@ def test_a_response_that_was_cut_off_and_went_on():
 
 def test_parts_of_different_conversations():
     few = Routes.from_array(IDS[:2, 8:19], 16)
-    with pytest.raises(EngineError, match="layers, experts or top-k differ"):
+    with pytest.raises(EngineError, match="layers, experts or top-k are other than in"):
         stitch([turn(5, 9), dataclasses.replace(turn(13, 20, 8), routes=few)], "here")
     with pytest.raises(EngineError, match="no responses"):
         stitch([], "here")

@@ -133,15 +133,15 @@ def test_without_a_mask_there_are_no_kept_sets():
     [
         (SORTED[:3], "sampling_mask: 3 lists for 4 response tokens"),
         ([*SORTED[:3], []], f"token {P + 3} was sampled, and has no kept set"),
-        ([*SORTED[:3], [30]], f"token {P + 3}: its kept set does not have its id 24"),
+        ([*SORTED[:3], [30]], f"token {P + 3}: its kept set lacks its own id 24"),
         ([*SORTED[:3], [24, 24]], f"token {P + 3}: its kept set must have each id once"),
         ([*SORTED[:3], [24, -1]], "sampling_mask: token ids are whole numbers from 0 to"),
         ([*SORTED[:3], [24, 2**40]], "sampling_mask: token ids are whole numbers from 0 to"),
-        ([*SORTED[:3], [24, True]], f"sampling_mask: an entry of token {P + 3} is no id"),
-        ([*SORTED[:3], [24, 2.0]], f"sampling_mask: an entry of token {P + 3} is no id"),
+        ([*SORTED[:3], [24, True]], f"the list of token {P + 3} has an entry that is no id"),
+        ([*SORTED[:3], [24, 2.0]], f"the list of token {P + 3} has an entry that is no id"),
         ([*SORTED[:3], 24], "sampling_mask: expected a list of ids for each response token"),
         ("AAAA", "sampling_mask: expected a list of ids for each response token"),
-        ([*SORTED[:2], [23], SORTED[3]], f"token {P + 2}: its log-prob is -2, though its kept set"),
+        ([*SORTED[:2], [23], SORTED[3]], f"token {P + 2}: its log-prob is -2, but its kept set"),
     ],
 )
 def test_masks_that_are_none_are_refused(masks, message):
@@ -152,11 +152,11 @@ def test_masks_that_are_none_are_refused(masks, message):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (None, "output_token_sampling_mask without output_token_sampling_logprobs of each token"),
-        (LOGPROBS[:3], "output_token_sampling_mask without output_token_sampling_logprobs"),
+        (None, "output_token_sampling_logprobs must have an entry for each token"),
+        (LOGPROBS[:3], "output_token_sampling_logprobs must have an entry for each token"),
         ([*LOGPROBS[:3], None], "a response token has no log-prob"),
         ([*LOGPROBS[:3], "x"], "output_token_sampling_logprobs: expected a list of numbers"),
-        ([*support()[:3], [-1.0]], "output_token_sampling_logprobs: 1 for a mask of 2"),
+        ([*support()[:3], [-1.0]], "output_token_sampling_logprobs: 1 log-probs for a mask of 2"),
     ],
 )
 def test_a_mask_without_its_log_probs_is_refused(values, message):

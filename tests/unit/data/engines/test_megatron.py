@@ -55,7 +55,7 @@ def sent(change):
         (lambda said: {"shape": [True, 27, 4]}, "got 108 ids for the shape"),
         (lambda said: {"shape": "9"}, "got 108 ids for the shape '9'"),
         (lambda said: {"shape": [3, 9, 4]}, "9 layers; the model has 3"),
-        (lambda said: {"shape": [0, 2**40, 2**40], "data": ""}, "not a shape of an array"),
+        (lambda said: {"shape": [0, 2**40, 2**40], "data": ""}, "no array can have its shape"),
         (lambda said: {"data": said["data"][:-4]}, "no whole number of int16|got 106|got 107"),
         (lambda said: {"data": "?" + said["data"][1:]}, "not whole base64"),
         (lambda said: {"data": [1]}, "expected base64 text; got list"),
@@ -167,7 +167,7 @@ def test_evicted_requests_without_routes_are_refused():
     body["choices"][0]["num_evictions"] = 1
     assert len(decode(body, request)) == 1
     body["choices"][0]["moe_topk_indices"] = None
-    with pytest.raises(EngineError, match="choice 0: evicted 1 times"):
+    with pytest.raises(EngineError, match=r"the server evicted .* 1 times"):
         decode(body, request)
     for lacking in (None, []):
         body, request = made.megatron(made.made_rows())

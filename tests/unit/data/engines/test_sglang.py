@@ -175,9 +175,9 @@ def test_ids_beside_the_routes():
     ("change", "message"),
     [
         ({"finish_reason": {"type": "abort", "message": "start too high"}}, "start too high"),
-        ({"num_retractions": 2}, "retracted 2 times"),
+        ({"num_retractions": 2}, "retracted the request 2 times"),
         ({"prompt_tokens": 7}, "7 prompt tokens; 6 were sent"),
-        ({"output_token_logprobs": [[-1.0, 21, None]]}, "not those of output_ids"),
+        ({"output_token_logprobs": [[-1.0, 21, None]]}, "name other ids than output_ids"),
         (
             {"output_token_logprobs": []},
             "no token was sampled; .*max_new_tokens",

@@ -82,8 +82,8 @@ WRONG_ROLLOUTS = {
     "token 2 is id 64; the vocabulary has ids 0 to 63": {"tokens_N": np.array([0, 1, 64, 3, 4])},
     "tokens_N of shape (5, 1) for 5 tokens": {"tokens_N": np.ones((5, 1), np.int32)},
     "reward 1e+39: a reward is finite, in float32": {"reward": 1e39},
-    "sample -1: a whole number from 0 on": {"sample": -1},
-    "group 9223372036854775808: a whole number": {"group": 2**63},
+    "sample -1: must be a whole number from 0 on": {"sample": -1},
+    "group 9223372036854775808: must be a whole number": {"group": 2**63},
     "group must be a whole number; got 1.5": {"group": 1.5},
     "prompt_digest must be of 63 bits; got -1": {"prompt_digest": -1},
 }

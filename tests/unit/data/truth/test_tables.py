@@ -174,7 +174,8 @@ def test_the_tables_as_text() -> None:
     rows = sum(9 + n for n in range(6))
     share = 600 / rows
     assert lines[0] == (
-        f"all layers      {share / 2:.1f} % of {rows} rows; {share:.1f} % of them in some layer"
+        f"all layers      {share / 2:.1f} % of the pairs of {rows} rows; {share:.1f} % of the rows "
+        "in some layer"
     )
     assert lines[1] == f"layer           4: {share:.1f} % (25.0 %), 7: 0.0 %"
     assert lines[2].startswith("position        0 to 7: ")
