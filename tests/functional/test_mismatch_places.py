@@ -252,7 +252,8 @@ def test_old_rows_of_prompts_are_warned_of_once(
         lines[name] = patched.run(warnings, 2, argv, timeout_s=240)
     assert lines["right"] == [[], []]
     (line,), others = lines["prompts"]
-    assert "iteration 1: rows of prompts: 100.0 % of the rows of prompts differ, at most " in line
+    evidence = "100.0 % of the routes of prompts differ; allowed are at most "
+    assert f"iteration 1: rows of prompts: {evidence}" in line
     assert others == []
     logged = [json.loads(one) for one in (tmp_path / "prompts.jsonl").read_text().splitlines()]
     assert [one["router mismatch/alarms"] for one in logged] == [1, 1]

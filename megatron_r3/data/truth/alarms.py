@@ -79,7 +79,8 @@ def _prompts(found: Tables, floor: Tables) -> Alarm | None:
         return None
     return Alarm(
         "rows of prompts",
-        f"{percent(found.prompts.share)} of the rows of prompts differ, {limit.words(percent)}",
+        f"{percent(found.prompts.share)} of the routes of prompts differ; allowed are "
+        f"{limit.words(percent)}",
         "prompts come from a prefill or a prefix cache: flush the cache with each update of the "
         "weights (SGLang: flush_cache, vLLM: /reset_prefix_cache), or sample some rollouts with "
         "the cache off and compare",
@@ -97,8 +98,8 @@ def _versions(found: Tables, model: str) -> Alarm | None:
         if version != newest and limit.refuses(share.share):
             return Alarm(
                 "weights of another version",
-                f"{percent(share.share)} differ at policy version {newest}, the newest, "
-                f"{limit.words(percent)}",
+                f"{percent(share.share)} of the routes differ at policy version {newest}, the "
+                f"newest; allowed are {limit.words(percent)}",
                 f"the engine sampled version {newest} with other weights than it said, or {model} "
                 "has older weights",
             )

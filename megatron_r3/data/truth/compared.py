@@ -60,7 +60,7 @@ class Compared:
 
     @property
     def num_rows(self) -> int:
-        """T."""
+        """How many rows the rollout has, T."""
         return self.rollout.routes.num_rows
 
     @cached_property

@@ -31,7 +31,7 @@ class Report:
     Attributes:
         tables: mismatch of all recorded rows.
         alarms: empty where nothing is wrong.
-        newest: the same tables of the rows of the newest policy version alone.
+        newest: the same tables, of rows of the newest policy version alone.
     """
 
     tables: Tables

@@ -50,7 +50,7 @@ class Limit(NamedTuple):
         return self.first if self.usual is None else FACTOR * self.usual + self.room
 
     def refuses(self, value: float) -> bool:
-        """Whether a value is too large. NaN is."""
+        """Whether a value is too large; NaN counts as too large."""
         return not value <= self.most
 
     def words(self, number: Callable[[float], str] = "{:.3g}".format) -> str:
@@ -80,5 +80,5 @@ def share_limit(rows: float, usual: Share | None, source: str, most: float = MOS
 
 
 def percent(share: float) -> str:
-    """Example: 12.3 %."""
+    """A share as text, for example "12.3 %"."""
     return f"{100 * share:.1f} %"

@@ -252,7 +252,7 @@ def test_old_rows_of_prompts_without_the_weights_before(rig: Rig) -> None:
         for one, there, here in zip(compared(given, live, live), old, live, strict=True)
     ]
     evidence = the_alarm(stale, "rows of prompts")
-    assert "of the rows of prompts differ, at most " in evidence
+    assert "of the routes of prompts differ; allowed are at most " in evidence
     assert "3 times the share of sampled tokens, or of the floor, 0.0 %, plus 1" in evidence
 
 
@@ -273,7 +273,7 @@ def test_a_version_that_was_sampled_by_other_weights(rig: Rig) -> None:
     given = [replace(one, policy_version=1 + (i < half)) for i, one in enumerate(rig.given)]
     recorded = [run(new if i < half else rig.sampler, one) for i, one in enumerate(rig.given)]
     evidence = the_alarm(compared(given, recorded, rig.live), "weights of another version")
-    assert "differ at policy version 2, the newest, at most " in evidence
+    assert "differ at policy version 2, the newest; allowed are at most " in evidence
     # control: older rollouts differ, which they may
     given = [replace(one, policy_version=2 - (i < half)) for i, one in enumerate(rig.given)]
     assert examined(compared(given, recorded, rig.live)).alarms == []
