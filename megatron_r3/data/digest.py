@@ -13,7 +13,6 @@ Five kinds of things have an identity:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
 from pathlib import Path
 
 _PIECE = 1 << 22  # bytes of a file that are read at a time
@@ -45,8 +44,3 @@ def file_digest(path: Path) -> str:
         while piece := file.read(_PIECE):
             whole.update(piece)
     return whole.hexdigest()
-
-
-def file_digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """The digests of some files of a folder, by name."""
-    return {name: file_digest(folder / name) for name in sorted(names)}

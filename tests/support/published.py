@@ -17,7 +17,7 @@ import torch
 from tiny_models import qwen
 
 from megatron_r3.collect.generate import load_model
-from megatron_r3.data.digest import file_digests
+from megatron_r3.data.digest import file_digest
 from megatron_r3.data.engines.transformers import capture_routes
 from megatron_r3.loop.config_tables import Degrading
 from megatron_r3.loop.embedded import EmbeddedSampler, server
@@ -73,7 +73,7 @@ def publish(policies: Path, version: int, seed: int, dtype: torch.dtype = torch.
 
 def add_manifest(folder: Path, version: int) -> Path:
     """Make a policy of a transformers directory."""
-    files = file_digests(folder, (path.name for path in folder.iterdir()))
+    files = {path.name: file_digest(path) for path in sorted(folder.iterdir())}
     made = PublishedPolicy(folder, version, version, files, probe_of(folder))
     (folder / MANIFEST).write_text(made.to_json())
     return folder
