@@ -5,7 +5,7 @@ normalised over the kept tokens, so a trainer must normalise over the same token
 probabilities with them. Example: of the probabilities .5 .3 .1 .1, top-k 2 keeps the tokens 0 and
 1, so the sampler draws token 1 with .3 / (.5 + .3) = .375.
 
-A set may have one id or all of the vocabulary, so sets are stored one behind the other:
+A set may have one id or all of the vocabulary, so sets are stored one after the other:
 
     token      0   1   2      3   4
     sizes_N    0   0   2      1   3          tokens 0 and 1 are the prompt, which was not sampled
@@ -35,7 +35,7 @@ class KeptSets:
 
     Attributes:
         sizes_N: int32, how many ids the set of each token has.
-        ids_V: int32, the ids of all sets, one set behind the other, ascending inside a set.
+        ids_V: int32, the ids of all sets, one set after the other, ascending inside a set.
     """
 
     sizes_N: np.ndarray
@@ -63,7 +63,7 @@ class KeptSets:
 
     @classmethod
     def joined(cls, parts: Sequence[KeptSets]) -> KeptSets:
-        """The tokens of all parts, one part behind the other."""
+        """The tokens of all parts, one part after the other."""
         return cls(
             np.concatenate([part.sizes_N for part in parts]),
             np.concatenate([part.ids_V for part in parts]),

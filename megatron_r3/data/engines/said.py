@@ -1,7 +1,7 @@
 """What a response holds beside tokens and routes: its text, finish reason and weight versions.
 
-Many callers need only tokens and routes. So a decoder does not fail on a wrong text, finish reason
-or version: the error is kept, and raised when somebody asks for these (`Increment.said`).
+Many callers need only tokens and routes. So a decoder does not fail on a wrong text or name of a
+version: the error is kept, and raised when the caller asks for these (`Increment.said`).
 """
 
 from __future__ import annotations

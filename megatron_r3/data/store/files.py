@@ -55,7 +55,7 @@ def listed_shards(directory: Path, but: Set[str] = frozenset()) -> list[int]:
 
     Args:
         but: file names to leave out: whoever lists a directory of 10,000 shards again and again
-            passes those that are known.
+            passes the names that it knows.
 
     Raises:
         StoreError: a safetensors file has another name, so nobody knows which shard it is; or the

@@ -61,7 +61,7 @@ class Index(Sequence[Shard]):
 
     @classmethod
     def of(cls, directories: Sequence[Path], shards: Sequence[Shard]) -> Index:
-        """The index of shards that this process has looked at."""
+        """The index of shards that this process has opened."""
         table, places = np.zeros(len(shards), _SHARD), dict[StoreInfo, int]()
         folders = {folder: place for place, folder in enumerate(directories)}
         table["folder"] = [folders[shard.path.parent] for shard in shards]
@@ -84,7 +84,7 @@ class Index(Sequence[Shard]):
         return Index, (self.directories, self.resolved, self.infos, self.table, self.columns)
 
     def plus(self, other: Index) -> Index:
-        """These shards, and those of another index of the same directories behind them.
+        """These shards, then the shards of another index of the same directories.
 
         Both indices share one `made`: a shard that a thread meanwhile opens through the shorter
         index is in the longer one too.

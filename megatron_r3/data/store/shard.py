@@ -157,7 +157,7 @@ class Shard:
         """The file, which stays open from now on.
 
         Raises:
-            StoreError: it cannot be opened, or is not the one that was looked at.
+            StoreError: the file cannot be opened, or is another one than `Shard.look` has read.
         """
         return self._open()[0]
 
@@ -411,6 +411,6 @@ def newest_versions(tensors: Mapping[str, np.ndarray]) -> np.ndarray:
     """
     newest_M, counts_M = tensors["policy_version"].copy(), tensors["num_versions"]
     has_M = counts_M > 0
-    # versions of all spans one behind the other: a rollout's last one is before its end
+    # every second number of `versions` is a version; a rollout's last one is just before its end
     newest_M[has_M] = tensors["versions"][1::2][np.cumsum(counts_M)[has_M] - 1]
     return newest_M

@@ -118,7 +118,7 @@ def _link_next(
     """Give the file the next free shard number.
 
     The header says the number too. Example: two writers find three shards, and each writes a header
-    for number 3. One of them links; the other then writes number 4 over its 3 and links again.
+    for number 3. The first one to link gets 3; the second writer puts 4 into its header and links.
     """
     while True:
         written.write_header(metadata(written.crc32, number))
@@ -299,7 +299,7 @@ def _header(metadata: Mapping[str, str], entries: Mapping[str, Any]) -> bytes:
 
 
 def _write_all(file: BinaryIO, arrays: list[np.ndarray]) -> None:
-    """Write arrays one behind the other, many of them with one system call."""
+    """Write arrays one after the other, many of them with one system call."""
     pieces = [array.data for array in arrays]
     for start in range(0, len(pieces), _MOST_PIECES):
         batch = pieces[start : start + _MOST_PIECES]

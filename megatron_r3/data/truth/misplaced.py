@@ -109,8 +109,8 @@ def older_weights(compared: Sequence[Compared]) -> Finding | None:
     now, then = pairs[0 if prompts else 1]
     where = "all rows" if prompts and others else "the rows of prompts" if prompts else "other rows"
     evidence = (
-        f"{where} are those of the weights before the update: {percent(then.share)} differ from "
-        f"those, {percent(now.share)} from the new ones"
+        f"{where} are those of the weights before the update: {percent(then.share)} of the routes "
+        f"differ from the choice of those weights, {percent(now.share)} from that of the new ones"
     )
     # Tokens behind an old prefix were computed with its keys and values, so it explains all rows.
     marks = [np.ones(one.num_rows, bool) for one in compared]
