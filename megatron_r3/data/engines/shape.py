@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -125,7 +126,7 @@ def _read(source: str | Path | Mapping[str, Any]) -> tuple[Mapping[str, Any], st
 
 
 def _language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The object of a config that says what the language model is: the config, or one inside."""
+    """The config of the language model: the config itself, or an object inside of it."""
     for name in _INNER_NAMES:
         inner = config.get(name)
         if isinstance(inner, Mapping) and config.get("num_hidden_layers") is None:
@@ -224,7 +225,7 @@ def _numbers(config: Mapping[str, Any], name: str, default: Sequence[int] = ()) 
     return given
 
 
-# Rules: from a config and its number of hidden layers to the MoE layers, ascending.
+# Rules. Each takes a config and its number of hidden layers, and returns the MoE layers.
 
 
 def _every(config: Mapping[str, Any], num_layers: int) -> Iterable[int]:
@@ -234,10 +235,13 @@ def _every(config: Mapping[str, Any], num_layers: int) -> Iterable[int]:
 def _by_step(
     config: Mapping[str, Any], num_layers: int, dense: Sequence[int] = ()
 ) -> Iterable[int]:
-    """Qwen: every so many layers, but for those that are listed as dense.
+    """Qwen: every `decoder_sparse_step`-th layer, except those in `mlp_only_layers`.
 
-    Example: with a `decoder_sparse_step` of 2, layers 1, 3, 5 are MoE layers, as transformers
-    counts. Megatron's --moe-layer-freq 2 means layers 0, 2, 4 instead.
+    Example: with a step of 2, layers 1, 3, 5 are MoE layers, as transformers counts. Megatron's
+    --moe-layer-freq 2 means layers 0, 2, 4 instead.
+
+    Args:
+        dense: the dense layers of a config that has no `mlp_only_layers`.
     """
     step = _integer(config, "decoder_sparse_step", 1, _MOST_LAYERS, default=1)
     dense = _numbers(config, "mlp_only_layers", dense)
@@ -253,7 +257,7 @@ def _after_first_dense(
     frequency may also be a list with a 0 or 1 for each layer.
 
     Args:
-        least: the number of dense layers where the config does not say it; None if it must.
+        least: `first_k_dense_replace` of a config that lacks it; None: such a config is refused.
     """
     first = _integer(config, "first_k_dense_replace", 0, _MOST_LAYERS, default=least)
     frequency = config.get("moe_layer_freq")
@@ -271,13 +275,13 @@ def _after_num_dense(config: Mapping[str, Any], num_layers: int) -> Iterable[int
 
 
 def _interleaved(config: Mapping[str, Any], num_layers: int) -> Iterable[int]:
-    """Llama 4: a list of layers, or every so many. Example: a step of 2 means 1, 3, 5."""
+    """Llama 4: the layers in `moe_layers`, or every n-th one. Example: n = 2 means 1, 3, 5."""
     step = _integer(config, "interleave_moe_layer_step", 1, _MOST_LAYERS, default=1)
     return _numbers(config, "moe_layers", range(step - 1, num_layers, step))
 
 
 def _between(config: Mapping[str, Any], num_layers: int) -> Iterable[int]:
-    """ERNIE: of the layers from a first to a last one, every so many."""
+    """ERNIE: every `moe_layer_interval`-th layer, from a first to a last one."""
     first = _integer(config, "moe_layer_start_index", 0, _MOST_LAYERS)
     last = _integer(config, "moe_layer_end_index", 0, _MOST_LAYERS)
     step = _integer(config, "moe_layer_interval", 1, _MOST_LAYERS, default=1)
@@ -291,7 +295,7 @@ def _periodic(config: Mapping[str, Any], num_layers: int) -> Iterable[int]:
 
 
 def _blocks(config: Mapping[str, Any]) -> Sequence[str] | None:
-    """Nemotron-H: a name or a letter for each layer; None where there are no such fields."""
+    """Nemotron-H: a letter for each layer, "E" for a MoE layer; None for other configs."""
     names, letters = config.get("layers_block_type"), config.get("hybrid_override_pattern")
     if isinstance(names, list):
         return ["E" if name == "moe" else "" for name in names]
@@ -314,12 +318,11 @@ def _if_enabled(config: Mapping[str, Any], num_layers: int) -> Iterable[int]:
 
 
 def _enumerated(config: Mapping[str, Any], num_layers: int) -> Iterable[int]:
-    """Step: the layers in one text, with commas."""
+    """Step: a text with the numbers of the layers. Example: "3,4,5"."""
     given = config.get("moe_layers_enum")
-    right = isinstance(given, str) and all(n.strip().isdecimal() for n in given.split(","))
-    if not right or given is None:
-        raise EngineError(f"`moe_layers_enum` must have layers with commas; got {quoted(given)}")
-    return [int(n) for n in given.split(",")]
+    if not isinstance(given, str) or not re.fullmatch(r"[0-9]{1,4}(, ?[0-9]{1,4})*", given):
+        raise EngineError(f'`moe_layers_enum` must be like "3,4,5"; got {quoted(given)}')
+    return map(int, given.split(","))
 
 
 _Rule = Callable[[Mapping[str, Any], int], Iterable[int]]

@@ -136,5 +136,5 @@ def test_what_is_not_there_is_one_line(
     (tmp_path / clients.VERL).mkdir()
     assert clients.BENCH.main([*out, "--skyrl", str(tmp_path)]) == 1
     error = capsys.readouterr().err
-    assert error.startswith(f"error: SKYRL={tmp_path}: no skyrl/")
+    assert error.startswith(f"error: SKYRL={tmp_path}: has no skyrl/")
     assert not (tmp_path / "out.json").exists()

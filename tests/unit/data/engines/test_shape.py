@@ -103,7 +103,11 @@ WRONG_FREQUENCIES = ([0, 1, 0, 1, 1, "0"], [0, 1, 0, 1, 1, 2], [[1]] * 6, "1", -
         (QWEN3, {"num_experts_per_tok": None}, "number of experts for a token is missing"),
         (QWEN3, {"moe_k": 2}, "number of experts for a token is given twice"),
         (QWEN3, {"model_type": "afmoe"}, "`num_dense_layers` is missing"),
-        (QWEN3, {"model_type": "llama4_text", "moe_layers": [9]}, "MoE layers [9] of 6 hidden"),
+        (
+            QWEN3,
+            {"model_type": "llama4_text", "moe_layers": [9]},
+            "the MoE layers are [9], counted from 0; the model has only 6",
+        ),
         (QWEN3, {"model_type": "llama4_text", "moe_layers": "1"}, "be a list of hidden layers"),
         (QWEN3, {"model_type": "ernie4_5_moe"}, "`moe_layer_start_index` is missing"),
         (
@@ -121,7 +125,7 @@ WRONG_FREQUENCIES = ([0, 1, 0, 1, 1, "0"], [0, 1, 0, 1, 1, 2], [[1]] * 6, "1", -
         (
             {**QWEN3, "model_type": "step3p5"},
             {"moe_layers_enum": "1,x"},
-            "`moe_layers_enum` must have layers with commas; got '1,x'",
+            "`moe_layers_enum` must be like \"3,4,5\"; got '1,x'",
         ),
         (QWEN3, {"num_hidden_layers": "6"}, "`num_hidden_layers` must be a whole number"),
         (QWEN3, {"num_experts_per_tok": 17}, "topk must be a whole number from 1 to 16; got 17"),
