@@ -8,12 +8,12 @@
         loss = model(tokens, position_ids, attention_mask, labels=labels).mean()
     loss.backward()
 
-R3 itself is four rooms, each built on those before it: `replay`, `data` (rollouts), `train` (a
-training on rollouts), `seams` (what the patches call). All other rooms stand around these four.
-Three files of `seams` call them where an option asks for it; no other file of the four does.
+R3 itself is four subpackages, each built on those before it: `replay`, `data` (rollouts), `train`
+(training on rollouts), `seams` (what the patches call). They import no other subpackage, except
+that three files of `seams` do where an option needs one.
 
-These names are imported when they are asked for: a patched Megatron-LM with all options off, and
-`megatron-r3 --version`, import no torch. docs/integrate.md says how each is used.
+Each name is imported when it is first used, so that `megatron-r3 --version` imports no torch.
+docs/integrate.md says how each name is used.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """The active microbatch: which routes a router takes.
 
-The routes are data of the microbatch: `with replaying(routes): model(...)`. A function that will
-run again later (activation recompute, a node of a schedule) is bound, when it is made, to the
-microbatch that is active then. Such a function sees the same routes whether it runs once, twice or
-never, in any order, and from any thread.
+The routes are active inside a block: `with replaying(routes): model(...)`. A function that runs
+later (an activation recompute, a node of a schedule) is bound, when it is created, to the
+microbatch that is active then. Such a function sees the routes of that microbatch however often it
+runs, in any order, and on any thread.
 
 Without an active microbatch every router is live. So an evaluation, a reference model or a critic
-never replays by accident, and an exception leaves nothing behind.
+never replays by accident. An exception ends the block too.
 
-A block in which no router took or recorded anything is an error when the block ends, unless the
-model chunk that ran in it has no MoE layer (a dense stage of a pipeline). `replaying(None)` is live
-on purpose.
+A block ends with an error if no router took, compared or recorded anything in it. There is no error
+for `replaying(None)`, which is live on purpose, nor for a model chunk without MoE layers (a dense
+stage of a pipeline).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ OPTION_OFF = (
 )
 WHY_UNTAKEN = (
     f"Likely causes: {OPTION_OFF}; a framework replaced TopKRouter.routing (verl's "
-    "apply_router_replay_patch does); the layers run in another model than this one"
+    "apply_router_replay_patch does); the layers that ran belong to another model"
 )
 
 
@@ -58,11 +58,11 @@ def active_microbatch() -> MicrobatchRoutes | None:
     return None if active is None else active.microbatch
 
 
-_entered = 0  # by this process: see `num_entered`
+_entered = 0  # what `num_entered` returns
 
 
 def num_entered() -> int:
-    """How often this process has entered `replaying` or `recording`, or run what `begin` announced.
+    """How many blocks (`replaying`, `recording`) and passes after `begin` this process has entered.
 
     `replaying(None)` counts too: it says that a pass is live on purpose.
     """
@@ -70,10 +70,10 @@ def num_entered() -> int:
 
 
 def _enter(forward_pass: ForwardPass, model: torch.nn.Module | None = None) -> Callable[[], None]:
-    """Make a forward pass the active one; return what makes the one before active again.
+    """Make `forward_pass` the active one; return a function that restores the one before.
 
     Args:
-        model: what runs in the forward pass; None where that is seen when it runs.
+        model: the model that the forward pass runs. None: a hook finds out when the model runs.
     """
     global _entered
     _entered += 1
@@ -83,10 +83,10 @@ def _enter(forward_pass: ForwardPass, model: torch.nn.Module | None = None) -> C
     token = ACTIVE.set(forward_pass)
 
     def note(module: torch.nn.Module, _: Any) -> None:
-        """Look into what runs, up to the module that has the layers, which is the whole model as a
-        rule. Its submodules are called without a hook, which would keep them from being compiled.
+        """Note which modules run, until the module that has the layers (usually the model) is
+        called. The hook is removed then, because it would keep submodules from being compiled.
         """
-        if torch.compiler.is_compiling():  # else the hook would break the graph
+        if torch.compiler.is_compiling():  # what follows would break the graph
             return
         if ACTIVE.get() is forward_pass and _look_into(module, forward_pass) and hook is not None:
             hook.remove()
@@ -94,7 +94,9 @@ def _enter(forward_pass: ForwardPass, model: torch.nn.Module | None = None) -> C
     hook = None
     if model is not None:
         _look_into(model, forward_pass)
-    elif forward_pass.microbatch is not None:  # replaying(None) is live, and nobody asks why
+    elif (
+        forward_pass.microbatch is not None
+    ):  # replaying(None) is live: there is no error to explain
         hook = register_module_forward_pre_hook(note)
 
     def leave() -> None:
@@ -107,16 +109,16 @@ def _enter(forward_pass: ForwardPass, model: torch.nn.Module | None = None) -> C
             outer.asked |= forward_pass.asked
             outer.ran |= forward_pass.ran
         forward_pass.nothing = _why_nothing(forward_pass)
-        forward_pass.ran = {}  # a pass that is kept does not keep a model
+        forward_pass.ran = {}  # whoever keeps the pass must not keep the model alive
 
     return leave
 
 
 def _look_into(module: torch.nn.Module, forward_pass: ForwardPass) -> bool:
-    """Keep the kinds of modules up to the first router, which tell why no router asked.
+    """Note the classes of the submodules up to the first router, for `_why_nothing`.
 
     Returns:
-        Whether it is a model with its layers, or a part with a router.
+        Whether `module` has layers or a router.
     """
     has_layers = False
     for some in module.modules():
@@ -144,8 +146,8 @@ def replaying(microbatch: MicrobatchRoutes | None) -> Iterator[MicrobatchRoutes 
     Any exit from the block, by an exception too, restores what was active before.
 
     Raises:
-        ReplayError: at the end of the block, where no router took the routes, or where ids on a
-            device are wrong. An exception of the block itself goes first.
+        ReplayError: at the end of the block, if no router took the routes, or if ids on a device
+            are wrong. An exception that is raised in the block is passed on instead.
     """
     with _block(ForwardPass(microbatch)):
         yield microbatch
@@ -153,13 +155,14 @@ def replaying(microbatch: MicrobatchRoutes | None) -> Iterator[MicrobatchRoutes 
 
 @contextmanager
 def recording() -> Iterator[MicrobatchRoutes]:
-    """Keep the live choice of every router inside the block, in the `ids` of what it yields.
+    """Record the live choice of every router inside the block, in `ids` of the yielded object.
 
     A recompute repeats the choice of the first pass. What was recorded can be replayed as it is,
     any number of times.
 
     Raises:
-        ReplayError: at the end of the block, where a MoE layer ran and nothing was recorded.
+        ReplayError: at the end of the block, if a MoE layer ran and nothing was recorded, or if the
+            schedule runs the layers after the block.
     """
     microbatch = MicrobatchRoutes({}, mode=Mode.RECORD, checked=True)
     forward_pass = ForwardPass(microbatch)
@@ -191,8 +194,8 @@ class _Begun:
     def attach(self, model: torch.nn.Module) -> None:
         """Make the routes active inside the model's next forward pass, and only there.
 
-        The second hook is called after an exception too (`always_call`), so that neither the routes
-        nor the hooks outlive a forward pass that raised.
+        `after` is called after an exception too (`always_call`), so that neither the routes nor the
+        hooks outlive a forward pass that raised.
         """
 
         def before(*_: Any) -> None:
@@ -230,8 +233,8 @@ def begin(model: torch.nn.Module, microbatch: MicrobatchRoutes | None) -> None:
     stays active, and the next one is live.
 
     Args:
-        model: what is called, with its wrappers. A schedule that asks the model for the nodes of
-            its forward pass (combined 1F1B) does not call it: use `replaying` there.
+        model: the module that is called: the model with its wrappers. The combined 1F1B schedule
+            asks a model for nodes and never calls the model: use `replaying` there.
         microbatch: the routes; None makes the forward pass live.
 
     Raises:
@@ -253,8 +256,8 @@ def end(model: torch.nn.Module) -> None:
     """End what `begin` has begun.
 
     Raises:
-        ReplayError: nothing was begun; or the model did not run since; or no router took the
-            routes; or ids on a device are wrong.
+        ReplayError: `begin` was not called; or the model did not run since `begin`, or raised; or
+            no router took the routes; or ids on a device are wrong.
     """
     begun = _begun.pop(model, None)
     if begun is None:
@@ -267,10 +270,10 @@ def end(model: torch.nn.Module) -> None:
 
 
 def bind_to_microbatch(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `function` so that it always runs under the microbatch, or none, that is active now.
+    """Wrap `function` so that it always runs under the microbatch that is active now, if any.
 
-    Example: `checkpoint(layer, x)` keeps `bind_to_microbatch(layer)`. The backward pass calls it in
-    autograd's own thread, where no block is open, and the layer takes its routes all the same.
+    Example: `checkpoint(layer, x)` keeps `bind_to_microbatch(layer)`. The backward pass calls the
+    wrapper in autograd's own thread, where no block is open: the layer still takes these routes.
     """
     active = ACTIVE.get()
     if active is not None:
@@ -281,9 +284,9 @@ def bind_to_microbatch(function: Callable[..., Any]) -> Callable[..., Any]:
 def _raise_if_untaken(forward_pass: ForwardPass) -> None:
     """Refuse a forward pass that ended without any router asking for its routes.
 
-    A schedule that splits a forward pass into nodes only binds functions in the block, and runs
-    them after it. There the caller looks at `MicrobatchRoutes.untaken` when the step is over.
-    `megatron_r3.train.guard` looks at the counts behind it, `used`, of a whole step.
+    A schedule that splits a forward pass into nodes runs these after the block, so nothing is
+    refused here. The caller must look at `MicrobatchRoutes.untaken` when the step is over, as
+    `megatron_r3.train.guard` looks at `used`.
     """
     microbatch = forward_pass.microbatch
     if microbatch is None:
@@ -301,7 +304,7 @@ def _raise_if_untaken(forward_pass: ForwardPass) -> None:
 
 
 def _why_nothing(forward_pass: ForwardPass) -> str | None:
-    """Why no router asked in a block, in words for an error; None where that is no error."""
+    """Why no router asked for routes in a block, as text for an error; None if it is no error."""
     ran, microbatch = forward_pass.ran, forward_pass.microbatch
     if forward_pass.asked or microbatch is None:
         return None
@@ -321,7 +324,7 @@ def _why_nothing(forward_pass: ForwardPass) -> str | None:
     # Live training puts no hook into the routers of MTP: their choice is never compared.
     compares_nothing = observes and not microbatch.ids
     if observes and any(getattr(router, "router_replay", None) for router in routers):
-        return None  # a live router that has a hook and does not ask: sinkhorn has no top-k
+        return None  # a live router has a hook and never calls it: sinkhorn has no top-k
     if not moe or (routers and not live) or compares_nothing:
         return "the model chunk that ran has none of these layers" if microbatch.ids else None
     config: Any = (live or moe)[0].config
@@ -370,7 +373,7 @@ class _Bound:
         return result
 
     def __getattr__(self, name: str) -> Any:
-        """What the function has. Python calls this only for a name that is not found here."""
+        """An attribute of the function. Python calls this only for names that `_Bound` lacks."""
         if name == "__wrapped__":  # copy and pickle ask before __init__ has run: do not recurse
             raise AttributeError(name)
         return getattr(self.__wrapped__, name)

@@ -1,6 +1,6 @@
-"""How a process ends for a user's mistake: its last words, and the mistake to look for first.
+"""How a process ends on a user's mistake: its last lines, and the check for a missing patch.
 
-Nothing here knows of replay: it also runs where all else of this package is hidden.
+This file imports neither torch nor any other file of the package.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from typing import Any
 
 # how the options begin that only a patched Megatron-LM knows
 _OURS = ("--moe-router-replay", "--rollouts", "--rl-write-rollouts")
-_SILENCE_S = 30.0  # how long the other ranks wait, until the launcher ends them
+_SILENCE_S = 30.0  # the other ranks wait, so that only rank 0 speaks before the launcher ends all
 
 
 def say_last(text: str) -> None:
     """Say why this process ends, below all else that is printed.
 
-    torchrun prints a report of its own when all ranks have ended. Its last lines are what the rank
-    that failed first has left in a file, so that is where the text goes. Example:
+    torchrun prints a report of its own when all ranks have ended. The report ends with what the
+    rank that failed first wrote into a file, so the text goes into this file. Example:
 
           traceback :
         error: --rollouts-clip-eps 7: it must be above 0 and at most 1; 1 is no lower bound
         ============================================================
 
-    Any other parent never looks at that file, and the text goes to stderr.
+    Under any other launcher the text goes to stderr.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file and _child_of_torchrun():
-        # The failure with the earliest time stands last. A rank that torchrun ends has no file, and
-        # gets the time at which torchrun looks, maybe within this second.
+        # torchrun prints the failure with the earliest time last. To a rank that it ended itself it
+        # gives the time at which it looks, which may be in this second: hence one second less.
         said = {"message": f"\n{text}", "timestamp": int(time.time()) - 1}
         try:
             Path(file).write_text(json.dumps(said))
@@ -53,7 +53,7 @@ def _child_of_torchrun() -> bool:
 
 
 def why_unpatched() -> str | None:
-    """What to do with the Megatron-LM that this process has imported; None if it is patched."""
+    """The error about the Megatron-LM that this process has imported; None if it is patched."""
     module: Any = sys.modules["megatron.core.transformer.transformer_config"]
     if hasattr(module.TransformerConfig, "moe_router_replay"):
         return None
@@ -61,12 +61,12 @@ def why_unpatched() -> str | None:
 
 
 def not_patched(tree: Path) -> str:
-    """What to do with a Megatron-LM that lacks the patches."""
+    """The error about a Megatron-LM that lacks the patches."""
     return f"the Megatron-LM in {tree} is not patched; run `megatron-r3 apply {tree}`"
 
 
 def refuse_unpatched(argv: Sequence[str]) -> None:
-    """End the process where an option of ours meets a Megatron-LM that does not know it.
+    """End the process if one of our options is given to a Megatron-LM without the patches.
 
     Megatron itself would say "unrecognized arguments", below 1,300 lines of usage.
     """

@@ -34,8 +34,9 @@ class RouteSource(Protocol):
         The ids are uint8, or uint16 from 257 experts on (`routes.id_dtype`).
 
         Args:
-            into_LTK: where the ids are written; None for a new array. Whoever wants them in the
-                memory that goes to a device is spared a copy.
+            layers: indices into `info.moe_layers`.
+            into_LTK: an array for the ids, which spares the caller a copy; None for a new array. A
+                source may also return an array of its own.
         """
 
 
@@ -54,7 +55,7 @@ class RouteArrays:
 
     Raises:
         RoutesError: ids that no router can take; the message names layer and token.
-        ValueError: layers that no model has, or another number of them than the array has.
+        ValueError: `moe_layers` that no model has, or not one for each layer of the array.
     """
 
     def __init__(
@@ -108,8 +109,8 @@ class HostRoutes:
         rows_T: int64, the row ids.
         mean_tokens: the whole batch's real tokens, as an average over the ranks that share it.
             None means that it is not known.
-        packed: the bytes of `ids_LTK`, `live_T` and `padding_T`, which are views of it, in pinned
-            memory.
+        packed: one buffer, pinned if there is a GPU, of which `ids_LTK`, `live_T` and `padding_T`
+            are views.
     """
 
     ids_LTK: np.ndarray
@@ -123,12 +124,12 @@ class HostRoutes:
     def empty(
         cls, num_layers: int, rows_T: np.ndarray, info: MoEShape, mean_tokens: float | None
     ) -> HostRoutes:
-        """Room for the routes of some rows in one piece of memory, which one copy moves."""
+        """Memory for the routes of some rows: one buffer, which one copy brings to the device."""
         ids_shape, num_tokens = (num_layers, len(rows_T), info.topk), len(rows_T)
         # torch cannot gather with uint16; ids are below 32,768, so that int16 has the same bits
         dtype = np.dtype(np.uint8 if id_dtype(info.num_experts) == np.uint8 else np.int16)
         # Example with 2 layers, 3 tokens, top-2, one byte an id: ids fill bytes 0 to 11, live_T
-        # bytes 12 to 14, padding_T bytes 15 to 17. The widest type stands first: all are aligned.
+        # bytes 12 to 14, padding_T bytes 15 to 17. The widest type is first, so all are aligned.
         num_bytes = math.prod(ids_shape) * dtype.itemsize
         size = num_bytes + 2 * num_tokens
         packed = torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
@@ -145,7 +146,7 @@ class HostRoutes:
     def on_device(
         self, layer_numbers: list[int], device: Any, **microbatch: Any
     ) -> MicrobatchRoutes:
-        """The routes as a microbatch that has not run yet; one copy, and no wait.
+        """The routes on the device, as a microbatch that has not run; one copy, and no wait.
 
         Args:
             microbatch: further arguments of MicrobatchRoutes.
@@ -181,12 +182,12 @@ def read_routes(
     ids_LTK, padding_T = routes.ids_LTK, routes.padding_T
     into_LTK = ids_LTK.view(id_dtype(source.info.num_experts))
     read_LTK, recorded_T = source.routes(routes.rows_T, trace, into_LTK)
-    if read_LTK.dtype != into_LTK.dtype:  # 300 would become 44 in a byte, without a word
+    if read_LTK.dtype != into_LTK.dtype:  # 300 would silently become 44 in one byte
         raise ValueError(
             f"{type(source).__name__}.routes: ids are {read_LTK.dtype}; those of "
             f"{source.info.num_experts} experts must be {into_LTK.dtype}"
         )
-    if read_LTK is not into_LTK:  # a source may have its own array; what `into_LTK` has is no route
+    if read_LTK is not into_LTK:  # the source did not use `into_LTK`, and returned its own array
         into_LTK[...] = read_LTK
     padding_T[:] = routes.rows_T == PADDING
     ids_LTK[:, padding_T] = spread_padding(

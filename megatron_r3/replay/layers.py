@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 def hybrid_pattern(config: Any) -> str:
-    """The layers of a hybrid model, a letter each. Empty for a model that is not hybrid.
+    """The layers of a hybrid model, one letter for each. Empty for a model that is not hybrid.
 
-    The option was renamed with 0.17.
+    0.17 renamed the option, so both names are looked up.
     """
     names = ("hybrid_layer_pattern", "hybrid_override_pattern")
     return next((pattern for name in names if (pattern := getattr(config, name, None))), "")
@@ -24,11 +24,12 @@ def moe_layer_indices(config: Any) -> tuple[int, ...]:
     """The 0-based indices of the MoE layers among the decoder layers.
 
     Megatron's rule (megatron/core/models/gpt/gpt_layer_specs.py): an integer frequency f makes
-    layer i MoE where i % f == 0; a list is the pattern itself. A hybrid model is its pattern, in
-    which `|` parts pipeline stages and `/` begins MTP (models/hybrid/hybrid_layer_allocation.py).
+    layer i MoE where i % f == 0; a list has an entry for each layer. In the pattern of a hybrid
+    model `E` is a MoE layer, `|` separates pipeline stages, and MTP follows the first `/`
+    (models/hybrid/hybrid_layer_allocation.py).
 
     Args:
-        config: a TransformerConfig (not of a hybrid model) or the parsed arguments.
+        config: the parsed arguments, or a TransformerConfig, which lacks a hybrid model's pattern.
     """
     pattern = hybrid_pattern(config)
     if pattern:
@@ -57,7 +58,7 @@ def local_moe_layers(model: torch.nn.Module) -> dict[int, BaseMoELayer]:
 def layers_with_gradients(model: torch.nn.Module) -> frozenset[int]:
     """The MoE layers of a model chunk whose router has gradients on in a step's forward pass.
 
-    A layer that is recomputed runs without them there; its recompute has them. Megatron recomputes
+    A layer that is recomputed has gradients on only in its recompute. Megatron recomputes
     (megatron/core/transformer/transformer_block.py and moe/moe_layer.py) all layers ("uniform"),
     the first ones of each chunk ("block"), or what `recompute_modules` names.
     """
@@ -77,8 +78,8 @@ def layers_with_gradients(model: torch.nn.Module) -> frozenset[int]:
 def _by_number(model: torch.nn.Module, kind: Any) -> dict[int, Any]:
     """The modules of a kind by layer number, without the modules inside MTP layers.
 
-    An MTP layer is recognised by its class, because before 0.17 its router does not know where it
-    is: it has no number.
+    An MTP layer is recognised by its class, because before 0.17 the router of an MTP layer has no
+    number.
     """
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
@@ -90,7 +91,7 @@ def _by_number(model: torch.nn.Module, kind: Any) -> dict[int, Any]:
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """The model chunk without its wrappers, which some schedules hand over and some do not."""
+    """The model chunk without its wrappers (DDP, Float16Module), if it has any."""
     from megatron.core.utils import unwrap_model
 
     return unwrap_model(model)

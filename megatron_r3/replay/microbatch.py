@@ -56,7 +56,7 @@ class ForwardPass:
     Attributes:
         microbatch: the routes of the block; None inside `replaying(None)`, which routes live.
         number: of this pass among all passes of the process.
-        asked: whether a router took or recorded routes.
+        asked: whether a router took, compared or recorded routes.
         bound: whether a function was bound in the block, to run later.
         bound_ran: whether a bound function ran.
         has_inner: whether another block was opened inside of this one.
@@ -104,9 +104,9 @@ def _number(forward_pass: ForwardPass | None) -> int:
 class MicrobatchRoutes:
     """The routes of one microbatch that one rank needs, in the order of that rank's tokens.
 
-    Where tokens choose live or are counted, one forward pass and its recomputes use the object,
-    since the choice and the count belong to that pass. `fresh()` makes an object with the same
-    routes for the next forward pass.
+    With live tokens or a tally an object serves one forward pass and its recomputes, since the
+    choice and the count belong to that pass. `fresh()` makes an object with the same routes for the
+    next forward pass.
 
     Args:
         ids: for each layer number (Megatron's, from 1) the expert ids `[T, K]` on the device, of
@@ -124,14 +124,14 @@ class MicrobatchRoutes:
             sequences (tensor and context parallel). None means unknown.
         plan: the dispatch sizes of each layer by its number. None means that the layers learn
             their sizes on the device.
-        verify_plan: whether each layer compares the plan with the sizes that it would learn.
+        verify_plan: whether each layer compares the plan with the sizes learned on the device.
         checked: True where the ids are known to be in range and distinct, as those of a verified
             store are. False means that the ids of all layers are checked when the first router
             asks: ids on the host at once, ids on a device with one wait at the end of the block.
-        as_with_gradients: the layers that order their experts by score also where gradients are
-            off. Megatron does that only where gradients are on, and sums over experts round by
-            their order. With the layers that have gradients on in the forward pass of a training
-            step, a forward-only pass gives the bits of the step that follows it.
+        as_with_gradients: the layers that order their experts by score even with gradients off.
+            Megatron orders them only with gradients on, and the order decides how a sum over
+            experts rounds. A forward-only pass is bitwise that of the training step if these are
+            the layers that have gradients on in the step's forward pass.
         tally: counts where the live choice differs. None means that nothing is compared.
 
     Attributes:
@@ -150,8 +150,8 @@ class MicrobatchRoutes:
     tally: Tally | None = field(default=None, kw_only=True)
     used: Counter[int] = field(default_factory=Counter, init=False)
     # The number of the forward pass in which each layer asked for the first time, 0 outside of any.
-    # The pass itself would hold this object, in a circle: the routes of every micro-batch would
-    # stay on the device until Python's collector of circles comes by.
+    # It is a number because the ForwardPass refers to this object: with a reference cycle the
+    # routes of every micro-batch would stay on the device until Python's cyclic garbage collection.
     _first_pass: dict[int, int] = field(default_factory=dict, init=False)
     _given: dict[int, Tensor] = field(default_factory=dict, init=False)
     _wrong_LT: Tensor | None = field(default=None, init=False)  # what the check of the ids found
@@ -205,12 +205,12 @@ class MicrobatchRoutes:
 
     @property
     def chooses(self) -> bool:
-        """Whether a layer makes its live choice in its first pass: for tokens, or to compare."""
+        """Whether a layer needs its live choice: for tokens without a route, or to compare."""
         return self.live_T is not None or self.tally is not None
 
     @property
     def untaken(self) -> list[int]:
-        """The layers whose routes were given to be replayed and that no router has taken."""
+        """The layers of which no router took the given routes; none unless the mode is REPLAY."""
         if self.mode is not Mode.REPLAY:
             return []
         return [layer for layer in self.ids if not self.used[layer]]
@@ -252,7 +252,7 @@ class MicrobatchRoutes:
     def begin_layer(
         self, layer_number: int, logits_TE: Tensor, topk: int
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """What a gate needs to choose and count by itself; afterwards it calls `end_layer`.
+        """What a gate kernel needs to choose and count. Its caller calls `end_layer` afterwards.
 
         Returns:
             The layer's ids `[T, K]`, and in its first pass `live_T` and the tokens `[T]` that
@@ -368,9 +368,11 @@ class MicrobatchRoutes:
             raise ReplayError("expert ids must be integers")
         if len({ids_TK.shape for ids_TK in self.ids.values()}) > 1:
             shapes = {layer: tuple(ids_TK.shape) for layer, ids_TK in self.ids.items()}
-            raise ReplayError(f"the layers of one microbatch have routes of other shapes: {shapes}")
+            raise ReplayError(
+                f"the layers of one microbatch have routes of different shapes: {shapes}"
+            )
         ids_LTK = torch.stack([ids_TK.to(torch.int32) for ids_TK in self.ids.values()])
-        # sorted, equal ids stand beside each other, and only the ends can be out of range
+        # in a sorted row equal ids are neighbours, and only the ends can be out of range
         ordered_LTK = ids_LTK.sort(dim=2).values
         wrong_LT = (ordered_LTK[..., 1:] == ordered_LTK[..., :-1]).any(2)
         wrong_LT |= (ordered_LTK[..., 0] < 0) | (ordered_LTK[..., -1] >= num_experts)

@@ -24,30 +24,32 @@ from megatron_r3.replay.tally import Tally
 class ModelRoutes:
     """Makes the routes of each micro-batch of one model chunk of this rank.
 
-    It holds for every layout of Megatron: pipeline stages and virtual stages (each chunk has its
-    own object), tensor and sequence parallelism, context parallelism, packed sequences, padding.
+    It supports every layout of Megatron: pipeline stages and virtual stages (each chunk has its own
+    object), tensor and sequence parallelism, context parallelism, packed sequences, padding.
 
-    `microbatch` does all of it. A training does it in two halves: `read` and `plan` work on the
-    host, in a thread ahead of the forward pass, and `activate` brings the result to the device.
+    `microbatch` does everything in one call. Training on rollouts calls the parts: `read` and
+    `plan` work on the host, in a thread ahead of the forward pass, and `activate` brings the result
+    to the device.
 
-    Making it is collective where experts are parallel: all ranks that share experts make theirs, in
-    the same order, because each makes a process group for its plans.
+    With expert parallelism and plans the constructor is collective: all ranks that share experts
+    call it in the same order, because each planner makes a process group.
 
     Args:
         model: a model chunk, wrapped (DDP, Float16Module) or not.
         plan: whether each micro-batch gets a dispatch plan. None: as the config says
-            (`moe_router_replay_dispatch_plan`), where the dispatcher asks for one.
-        planner: the class of what makes the plans.
-        live: whether the routers of this model stay live, and are compared at most: then the model
-            may have been built with `moe_router_replay` off.
+            (`moe_router_replay_dispatch_plan`), if the dispatcher can take plans.
+        planner: the class that makes the plans.
+        live: True if the routers of this model route live, and are at most compared with routes.
+            Then the model may have been built with `moe_router_replay` off.
 
     Attributes:
         layout: which tokens of a batch this rank holds; `layout.split` splits a whole batch for
             context parallelism as Megatron does.
-        layer_numbers: the MoE layers of the chunk, Megatron's numbers. Empty for a chunk without.
+        layer_numbers: the MoE layers of the chunk, Megatron's numbers; empty if it has none.
 
     Raises:
-        ValueError: the chunk was built with `moe_router_replay` off, and not `live`.
+        ValueError: the chunk was built with `moe_router_replay` off, and `live` is False; or `plan`
+            is True and the dispatcher takes no plans.
     """
 
     def __init__(
@@ -73,7 +75,8 @@ class ModelRoutes:
             plan = config.moe_router_replay_dispatch_plan and asks
         if plan and not asks:
             raise ValueError(
-                f"plan: the dispatcher {config.moe_token_dispatcher_type!r} asks for no plan"
+                f"plan=True: the dispatcher {config.moe_token_dispatcher_type!r} takes no plans; "
+                f"expected one of {', '.join(PLANNED_DISPATCHERS)}"
             )
         self._planner = planner(config, self.layer_numbers) if plan and routers else None
 
@@ -89,8 +92,8 @@ class ModelRoutes:
     ) -> MicrobatchRoutes:
         """The routes of one forward pass, on the model's device; one copy, and no wait.
 
-        With plans it is collective: the ranks that share experts call it for the same micro-batches
-        in the same order. It may run in a thread ahead of the forward pass.
+        With plans this is collective: the ranks that share experts call `microbatch` for the same
+        micro-batches in the same order. It may run in a thread ahead of the forward pass.
 
         Args:
             source: a RolloutStore, or RouteArrays.
@@ -102,7 +105,7 @@ class ModelRoutes:
                 counted.
             mean_tokens: see MicrobatchRoutes; `layout.mean_tokens` works it out from the rows of
                 the whole batch.
-            with_plan: False leaves the plan out, for a pass that not all of these ranks make.
+            with_plan: False leaves the plan out, for a pass that some of these ranks do not make.
 
         Raises:
             ValueError: the source is for another model, or `rows_BS` is no int64 on the host.
@@ -164,7 +167,7 @@ class ModelRoutes:
         )
 
     def _refuse_another_model(self, info: MoEShape) -> None:
-        """Compare what is known on this rank: experts, top-k, and this chunk's layers."""
+        """Refuse a source that differs in experts or top-k, or lacks layers of this chunk."""
         config = self.config
         ours = (config.num_moe_experts, config.moe_router_topk)
         theirs = (info.num_experts, info.topk)

@@ -61,9 +61,9 @@ class LayerSizes:
         received: `[R, O]`, how many tokens each rank sends to each expert of this rank. Unlike in
             the group, the tensor-parallel rank counts slowest here.
         tokens_per_expert: `[O]`, how many tokens each expert of this rank receives.
-        guests: where hot experts have copies (`megatron_r3/balance/places.py`). Then the experts
-            above are places, own experts and guest slots; None in a layer whose slots are empty, or
-            whose ranks have none.
+        guests: where hot experts have copies (`megatron_r3/balance/places.py`); None in a layer
+            without guests. With guests, `received` and `tokens_per_expert` count by place (own
+            experts and guest slots) instead of by expert.
         load_at_home: the sum of `tokens_per_expert` as it would be without guests.
     """
 
@@ -93,7 +93,7 @@ def padded_counts(counts_LE: np.ndarray, multiple: int, num_tokens: int) -> np.n
 
 
 def by_owner(counts_LE: np.ndarray, ranks: ExpertRanks) -> np.ndarray:
-    """The counts of the experts of each rank, `[R, L, O]`, in the order of the group.
+    """The counts split by the rank that owns the expert, `[R, L, O]`, in the order of the group.
 
     Expert-parallel rank p owns the experts p * O to p * O + O - 1. Example: the counts 3 1 0 4 of 4
     experts on 2 ranks: 3 1 for the first, 0 4 for the second.
@@ -110,10 +110,10 @@ def layer_sizes(
     """The sizes of every layer, by its number.
 
     Args:
-        own_LE: this rank's `count_tokens`; with guest slots, how many tokens this rank sends to
-            each place (`megatron_r3/balance/places.py`).
-        arriving_RLO: of every rank's counts those of this rank's experts, in the order of the
-            group: what `by_owner` of the other ranks has for this one.
+        own_LE: how many tokens this rank sends to each expert (`rows.count_tokens`); with guest
+            slots, to each place (`megatron_r3/balance/places.py`).
+        arriving_RLO: how many tokens each rank sends to each expert of this rank, in the order of
+            the group: this rank's part of every rank's `by_owner`.
         layer_numbers: Megatron's number of each of the L layers.
     """
     num_ranks, num_layers, num_local = arriving_RLO.shape
@@ -140,7 +140,7 @@ def layer_sizes(
 
 
 def check_totals(totals_RL: np.ndarray, layer_numbers: list[int]) -> None:
-    """Refuse layers of a rank that differ in their totals: each sends T * K pairs.
+    """Refuse a rank whose layers send different totals: each layer sends T * K pairs.
 
     Raises:
         PlanError: a rank sends more tokens in one layer than in another.

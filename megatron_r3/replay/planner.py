@@ -27,9 +27,9 @@ from megatron_r3.replay.rows import count_tokens
 PLANNED_DISPATCHERS = ("alltoall", "allgather")
 # from every rank's counts `[R, L, E]` to the sizes of each layer
 SizesOf = Callable[[np.ndarray, ExpertRanks, list[int]], dict[int, LayerSizes]]
-# For an option that changes what is planned: from the config to what plans in the place of
-# `layer_sizes`, and needs the counts of all experts for that. seams/guests.py adds that of guests;
-# whoever makes a layer with guests has imported that file, so the layer is planned with guests.
+# The key is an option of the config that changes the sizes. If the option is set, the function gets
+# the config, and returns what replaces `layer_sizes` and needs the counts of all experts.
+# seams/guests.py adds its option here; a process that makes layers with guests has imported it.
 OTHER_SIZES: dict[str, Callable[[Any], SizesOf]] = {}
 
 
@@ -75,8 +75,8 @@ class Planner:
         group = mpu.get_expert_tensor_and_model_parallel_group()
         self.size = group.size()
         # The lookahead thread exchanges counts while the training thread runs collectives of its
-        # own. In a shared group the two could pair up differently on two ranks, so the plan has its
-        # group.
+        # own. In a shared group the collectives of the two threads could be matched differently on
+        # two ranks, so the planner has a group of its own.
         if self.size > 1:
             self.group = torch.distributed.new_group(
                 torch.distributed.get_process_group_ranks(group),
@@ -93,7 +93,7 @@ class Planner:
         counts_LE = count_tokens(routes.ids_LTK, self.num_experts).astype(np.int32)
         totals_L = counts_LE.sum(1)
         counts_LE = padded_counts(counts_LE, self._multiple, routes.ids_LTK.shape[1])
-        # A rank needs the counts of its own experts alone; what plans in another way needs all.
+        # `layer_sizes` needs the counts of the receiver's experts alone; `_other_sizes` needs all.
         if self._other_sizes is None:
             for_rank = by_owner(counts_LE, self.ranks)
         else:
@@ -109,7 +109,7 @@ class Planner:
         return self._other_sizes(arrived, self.ranks, self.layer_numbers)
 
     def _exchange(self, sent: np.ndarray) -> np.ndarray:
-        """What each rank has for this one, in the order of the group."""
+        """The message of each rank to this one, in the order of the group."""
         if self.size == 1:
             return sent
         received = torch.empty(sent.shape, dtype=torch.int32)
@@ -118,7 +118,7 @@ class Planner:
 
 
 def pad_multiple(config: Any) -> int:
-    """Of what the number of tokens that a rank sends to an expert is a multiple; 1: any number."""
+    """A rank sends each expert a multiple of so many tokens; 1 where dispatchers do not pad."""
     if not pads(config):
         return 1
     from megatron.core.transformer.moe import token_dispatcher
@@ -129,17 +129,17 @@ def pad_multiple(config: Any) -> int:
 
 
 def messages(for_rank: np.ndarray, totals_L: np.ndarray, known: bool) -> np.ndarray:
-    """What a rank tells each rank, a row each, int32.
+    """What a rank sends to all ranks, int32: one row for each receiver.
 
     A row has the counts for its receiver, the sender's totals of all layers, and 1 if the sender
     knows the routes of all its tokens. Example with 2 layers and 2 experts of the receiver:
-    [3 1  2 2  8 8  1]. With 256 experts on 256 ranks and 58 layers 120 kB come to a rank; the
-    counts of all experts, which guests are planned from, would be 15 MB.
+    [3 1  2 2  8 8  1]. With 256 experts on 256 ranks and 58 layers, a rank receives 120 kB. With
+    the counts of all experts, which a plan with guests needs, it receives 15 MB.
 
     Args:
-        for_rank: int32, the counts for each rank, one behind the other.
+        for_rank: int32, the counts for each receiver along the first axis.
     """
     counts, alike = for_rank.reshape(len(for_rank), -1), np.append(totals_L, known)
-    rows = np.empty((len(counts), counts.shape[1] + len(alike)), np.int32)  # a row is sent as it is
+    rows = np.empty((len(counts), counts.shape[1] + len(alike)), np.int32)  # the dtype that is sent
     rows[:, : counts.shape[1]], rows[:, counts.shape[1] :] = counts, alike
     return rows

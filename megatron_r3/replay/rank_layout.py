@@ -1,6 +1,6 @@
 """Which tokens of a batch this rank holds, and in which order its routers see them.
 
-Megatron's own functions decide. They are asked once with the positions 0, 1, 2 ... as the data, and
+Megatron's own functions decide: each is asked once, with the positions 0, 1, 2 ... as the data, and
 the answer is kept on the host. Values are read through numpy, which refuses a tensor on a device.
 So nothing here can make the host wait for the device by accident.
 
@@ -21,9 +21,9 @@ from megatron_r3.replay.rows import PADDING, router_order
 
 
 class RankLayout:
-    """This rank's place in Megatron's process groups, and what follows from it for a batch.
+    """This rank's place in Megatron's process groups, and which part of a batch this rank has.
 
-    Make it when the groups of `megatron.core.parallel_state` exist.
+    Make it after the process groups of `megatron.core.parallel_state`.
 
     Args:
         sequence_parallel: whether tensor parallelism splits sequences (`config.sequence_parallel`).
@@ -84,7 +84,7 @@ class RankLayout:
 
             whole = {"positions": torch.arange(length)[None].cuda()}
             options = {"is_hybrid_cp": False, "cp_group": mpu.get_context_parallel_group()}
-            # 0.16 added the one parameter, 0.18 the other
+            # each release has some of these parameters
             accepted = inspect.signature(get_batch_on_this_cp_rank).parameters
             part = get_batch_on_this_cp_rank(
                 whole, **{name: value for name, value in options.items() if name in accepted}
@@ -102,8 +102,8 @@ def _documents(batch: dict[str, Tensor]) -> tuple[list[int], list[int]]:
 def packed_seq_params(batch: dict[str, Tensor]) -> Any:
     """Megatron's description of a packed batch; None for a batch that is not packed.
 
-    Real and padded lengths are the same in it, as in upstream's pretrain_gpt.py: padding stands
-    behind the tokens of its document, and a causal model does not look there.
+    Padding counts as part of its document here, as in upstream's pretrain_gpt.py: padding stands
+    behind the tokens of the document, and a causal model does not look there.
     """
     if "cu_seqlens" not in batch:
         return None

@@ -1,11 +1,11 @@
 """Which Megatron configs can be replayed exactly, and why another one is refused.
 
 There are two lists. `refusals` names what is known to ignore the recorded routes, with the reasons.
-`KNOWN_NAMES` and `KNOWN_VALUES` name the options about routing that somebody has read in upstream's
-source. An option about routing that is set and is in neither list is refused too. A hash-routed
-layer, an expert that is offloaded or a megakernel would otherwise go past the recorded routes
-without a word. Whoever adds a release line reads what its new options do to a router, and adds each
-of them to the known names or to the refusals.
+`KNOWN_NAMES` and `KNOWN_VALUES` list the routing options whose effect has been read in upstream's
+source. A routing option that is set and is in neither list is refused too: otherwise a hash-routed
+layer, an offloaded expert or a megakernel could silently ignore the recorded routes. Whoever adds a
+release line reads what each of its new options does to a router, and adds the option to the known
+names or to the refusals.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _OURS = re.compile("moe_router_replay")
 # Without the lookahead "mega" would match use_megatron_fsdp, which says nothing about routing.
 _ABOUT_ROUTING = re.compile("moe|expert|rout(er|ing)|hash|mega(?!tron)")
 
-# The values of the options that choose between ways to route. A new value is a new way.
+# The values of the options that choose between ways to route. Any other value is refused.
 KNOWN_VALUES = {
     "moe_router_load_balancing_type": (
         *("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
@@ -70,7 +70,7 @@ KNOWN_VALUES = {
 }
 
 
-# What a CUDA graph may capture and still leave the router out of it.
+# The modules whose CUDA graph does not contain the router.
 _GRAPHS_WITHOUT_ROUTER = {"mlp", "mamba", "full_iteration_inference"}
 
 
@@ -133,9 +133,9 @@ def refusals(config: Any, upstream: Any = None) -> list[str]:
         ),
         (
             unknown,
-            f"{', '.join(unknown)}: nobody here has looked at what this does to a router, so it "
-            "could go past the recorded routes; unset it, or report it with your Megatron-LM "
-            "version to have it looked at",
+            f"{', '.join(unknown)}: megatron-r3 does not know what this does to a router, and it "
+            "could ignore the recorded routes; unset it, or report it with your Megatron-LM "
+            "version, so that it can be added",
         ),
     ]
     return [reason for refused, reason in checks if refused]
@@ -161,7 +161,7 @@ def _captures_router(config: Any) -> bool:
 
 
 def unknown_options(config: Any, upstream: Any = None) -> list[str]:
-    """The options about routing that are set here and that nobody has read, as `name=value`.
+    """The routing options that are set here and are not known, as `name=value`.
 
     Args:
         config, upstream: as in `refusals`.

@@ -81,7 +81,7 @@ def id_dtype(num_experts: int) -> np.dtype:
         RoutesError: not 1 to 32,768 experts: ids are int16 on a device.
     """
     if not 1 <= num_experts <= 32768:
-        raise RoutesError(f"{num_experts} experts: ids need 1 to 32,768 experts")
+        raise RoutesError(f"{num_experts} experts: a MoE layer must have 1 to 32,768")
     return np.dtype(np.uint8 if num_experts <= 256 else np.uint16)
 
 
@@ -279,7 +279,7 @@ class Routes:
 
     @property
     def num_rows(self) -> int:
-        """How many rows, T: one less than the rollout's tokens, whose last is never forwarded."""
+        """How many rows, T: one less than the rollout has tokens, since the last has no route."""
         return self.ids_LTK.shape[1]
 
     @property

@@ -34,13 +34,13 @@ def router_order(field_BS: Tensor, sequence_parallel_size: int = 1, rank: int = 
         `[S * B / sequence_parallel_size]`, same dtype.
 
     Raises:
-        ValueError: the sequence does not divide.
+        ValueError: the sequence does not divide by the sequence parallel size.
     """
     length = field_BS.shape[1]
     if length % sequence_parallel_size:
         raise ValueError(
-            f"sequence of {length} tokens does not divide by sequence parallel size "
-            f"{sequence_parallel_size}"
+            f"a sequence of {length} tokens cannot be split evenly over the sequence parallel size "
+            f"{sequence_parallel_size}: pad it to a multiple"
         )
     # Example, B = 2 sequences a and b of S = 4, split over 2 ranks: rank 1 has the positions 2 and
     # 3, and its router sees them as a2 b2 a3 b3.
@@ -72,16 +72,16 @@ def count_tokens(ids_LTK: np.ndarray, num_experts: int) -> np.ndarray:
         RoutesError: an id is out of range; the message names the layer.
     """
     counts_LE = np.empty((len(ids_LTK), num_experts), np.int64)
-    # torch counts bytes as they are, where numpy makes eight bytes of each id first. It does not
-    # count uint16; ids are below 32,768, so that int16 has the same bits.
+    # torch counts bytes as they are, where numpy makes eight bytes of each id first. But torch does
+    # not count uint16; ids are below 32,768, so that int16 has the same bits.
     ids_LTK = ids_LTK.view(np.int16) if ids_LTK.dtype == np.uint16 else ids_LTK
     if ids_LTK.dtype.kind == "i" and ids_LTK.size and ids_LTK.min() < 0:
         layer = int(np.argmax((ids_LTK < 0).any((1, 2))))
-        raise RoutesError(f"MoE layer {layer} has an id that is none of {num_experts} experts")
+        raise RoutesError(f"MoE layer {layer} has an expert id below 0 or above 32,767")
     for layer, ids_TK in enumerate(ids_LTK):
         ids = torch.from_numpy(np.ascontiguousarray(ids_TK)).view(-1)
         counts_E = torch.bincount(ids, minlength=num_experts).numpy()
-        # there are as many counts as the largest id wants
+        # bincount returns more counts if an id is too large
         if len(counts_E) > num_experts:
             raise RoutesError(
                 f"MoE layer {layer} has the expert id {len(counts_E) - 1}; there are {num_experts} "

@@ -15,15 +15,14 @@ from torch import Tensor
 class Tally:
     """Which tokens of a micro-batch are compared with the live choice, and how many differ.
 
-    It is of one micro-batch: another one needs another tally. Everything stays on the device until
-    somebody asks. Each layer is counted once, in the first pass of that layer; a recompute is not
-    counted again.
+    Each micro-batch needs a tally of its own. The counts stay on the device until they are read.
+    Each layer is counted once, in the first pass of that layer; a recompute is not counted again.
 
     Args:
         counted_T: bool, True for tokens that count in the mismatch. A token that chooses live in a
             layer never differs there.
-        watched_T: bool, True for further tokens whose mismatch is wanted, those of `counted_T`
-            included. None means that only counted tokens are looked at.
+        watched_T: bool, True for all tokens to compare: those of `counted_T`, and others. None
+            means that only counted tokens are compared.
 
     Attributes:
         mismatched: for each layer the number of counted tokens whose live choice is another set of

@@ -1,6 +1,6 @@
-"""The words of errors: a value or a text from outside, as a terminal may show it.
+"""The words of errors: how a value or a text from outside is shown.
 
-A terminal obeys control characters in what it shows.
+Such a text may have control characters, which a terminal would obey.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def said(value: Any, most: int = 500) -> str:
 
 
 def wrong_whole(name: str, value: Any, least: int, most: int) -> str | None:
-    """Why `value` is no whole number of this range (True and 4.0 are none); None if it is one."""
+    """Why `value` is no whole number from `least` to `most`, as True and 4.0; None if it is one."""
     if type(value) is int and least <= value <= most:
         return None
     return must_be(name, f"a whole number from {least} to {most}", value)

@@ -55,7 +55,7 @@ def gate_for(device: torch.device) -> Gate:
 
 
 def replayed_gate(inputs: GateInputs, options: GateOptions) -> GateOutput:
-    """The weights that a router gives to experts it did not choose, and its routing map.
+    """The weights that a router gives to the given experts, and the routing map.
 
     This is a Triton kernel on a CUDA device, and `replayed_gate_reference` elsewhere. It equals
     `topk_routing_with_score_function` of Megatron-LM
@@ -70,7 +70,7 @@ def replayed_gate(inputs: GateInputs, options: GateOptions) -> GateOutput:
     graph, and the same input gives the same bits.
 
     Returns:
-        Probabilities, map, the ids that were used, and where they differ from live.
+        Probabilities, map, the ids that were used, and which rows differ from the live choice.
 
     Raises:
         ValueError: names the argument and says what it should be.

@@ -22,10 +22,10 @@ class GateOptions:
     """How a router turns scores into probabilities, in Megatron's words.
 
     Attributes:
-        score_function: "softmax", "sigmoid" or "sqrtsoftplus". The latter two are divided by their
-            sum over the experts of a row where K > 1.
-        use_pre_softmax: with "softmax", take it over all experts, and do not renormalise over the
-            experts of a row. It changes nothing for the other score functions.
+        score_function: "softmax", "sigmoid" or "sqrtsoftplus". With K > 1 the scores of the latter
+            two are divided by their sum over the K experts of a row.
+        use_pre_softmax: whether "softmax" is taken over all E experts, and not over the K experts
+            of a row. It changes nothing for the other score functions.
         scaling_factor: multiplies the probabilities. None and 0 both mean that there is no factor.
 
     Raises:

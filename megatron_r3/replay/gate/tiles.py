@@ -8,7 +8,7 @@ experts of a row is W integers. For 128 experts (W = 4) the set {1, 33, 34} is
 
 Collecting the K experts of a row costs K x W steps and not K x E, and next to no registers. The
 last two axes together are the experts in order, and are loaded as one row of memory. Triton's
-sizes are powers of two: a tile `_TK` has BLOCK_K columns, which is K rounded up.
+sizes are powers of two: a tile `_TK` has BLOCK_K columns, K rounded up to a power of two.
 
 Shape suffixes (docs/glossary.md): T, K, W.
 """
@@ -46,7 +46,7 @@ def fill_zeros(
     ptr, num_tokens, E: tl.constexpr, BLOCK_T: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr
 ):
     """Fill this program's rows of a result with zeros; the rows of all programs are contiguous."""
-    if W * BITS == E:  # all rows are one run: of 8 experts a row alone is too short for 16 bytes
+    if W * BITS == E:  # rows follow each other without a gap: one run allows stores of 16 bytes
         at = tl.arange(0, BLOCK_T * E)
         begin = tl.program_id(0).to(tl.int64) * (BLOCK_T * E)
         inside = at < tl.minimum(num_tokens - tl.program_id(0) * BLOCK_T, BLOCK_T) * E
@@ -61,7 +61,7 @@ def fill_zeros(
 
 @triton.jit
 def whole_rows(ptr, rows_T, in_T, E: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr):
-    """`experts`, and the logits of this program's rows as float32; -inf where there is none."""
+    """`experts`, and the logits of this program's rows as float32; -inf outside of the tensor."""
     experts_1W32, inside_TW32 = experts(in_T, E, W, BITS)
     places_TW32 = (rows_T * E)[:, None, None] + experts_1W32
     logits_TW32 = tl.load(ptr + places_TW32, mask=inside_TW32, other=-float("inf")).to(tl.float32)
@@ -88,7 +88,7 @@ def row_min(values_TW32):
 
 @triton.jit
 def valid_ids(ids_ptr, wanted, E: tl.constexpr):
-    """Ids as int32 of the pointers' shape; -1 for what is not wanted or is no expert."""
+    """The ids as int32, in the shape of the pointers; -1 where unwanted, or where no expert."""
     # int64 first: the id 2**40 must not become a valid one when its upper half is cut off
     ids = tl.load(ids_ptr, mask=wanted, other=0).to(tl.int64)
     return tl.where(wanted & (ids >= 0) & (ids < E), ids, -1).to(tl.int32)
@@ -96,7 +96,7 @@ def valid_ids(ids_ptr, wanted, E: tl.constexpr):
 
 @triton.jit
 def load_ids(ids_ptr, rows_T, wanted_T, E: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The given experts of each wanted row as int32 `[T, K]`; -1 for other rows and no experts."""
+    """The given experts of wanted rows as int32 `[T, K]`; -1 in other rows and for wrong ids."""
     k_1K = tl.arange(0, BLOCK_K)[None, :]
     ids_TK_ptr = ids_ptr + (rows_T * K)[:, None] + k_1K
     return valid_ids(ids_TK_ptr, wanted_T[:, None] & (k_1K < K), E)
@@ -104,7 +104,7 @@ def load_ids(ids_ptr, rows_T, wanted_T, E: tl.constexpr, K: tl.constexpr, BLOCK_
 
 @triton.jit
 def gather(ptr, rows_T, ids_TK, chosen_TK, E: tl.constexpr):
-    """The values of the chosen experts as float32 `[T, K]`; 0 where there is none."""
+    """The values of the chosen experts as float32 `[T, K]`; 0 where `chosen_TK` is False."""
     places_TK = (rows_T * E)[:, None] + ids_TK
     return tl.load(ptr + places_TK, mask=chosen_TK, other=0.0).to(tl.float32)
 

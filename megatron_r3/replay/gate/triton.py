@@ -1,8 +1,9 @@
 """The replayed gate on a GPU: launches one Triton kernel forward, and one backward.
 
-One more chooses the experts of live rows and compares counted ones, where there are any.
+If there are live or counted rows, another kernel runs before the forward one: it chooses the
+experts of the live rows, and compares the counted rows.
 
-`TRITON_INTERPRET=1`, set before Triton is imported, runs them on the CPU.
+`TRITON_INTERPRET=1`, set before Triton is imported, runs the kernels on the CPU.
 
 Shape suffixes (docs/glossary.md): T, E, K.
 """
@@ -21,18 +22,18 @@ from torch.autograd.function import once_differentiable
 from megatron_r3.replay.gate.gate_options import GateInputs, GateOptions, GateOutput, check_inputs
 from megatron_r3.replay.gate.triton_kernels import gate_backward, gate_choose, gate_forward
 
-# A product and a sum that follows are rounded one by one. Which of them a compiler fuses depends on
-# what stands around them, so that the same logit could have two scores.
+# No fused multiply-add: which products and sums a compiler fuses depends on the code around them,
+# so one logit could get two scores that differ in the last bit.
 COMPILE_OPTIONS = {"enable_fp_fusion": False}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LOGITS = 1024  # of one program, which is one warp: 32 for each lane
 
-# Before Triton 3.3 a compiled kernel is called without the constants that `_launch` gives it, and
-# on AMD a kernel is compiled for the size of a tensor too, which is not in the key of `_launch`.
+# Whether `_launch` may call a compiled kernel by itself. Before Triton 3.3 that call takes no
+# constants. On AMD a kernel is compiled for a tensor's size too, which `_launch` does not compare.
 _LAUNCHES_COMPILED = torch.version.hip is None and tuple(
     map(int, triton.__version__.split(".")[:2])
 ) >= (3, 3)
-_compiled: dict[tuple[Any, ...], Any] = {}  # by what `_launch` compiles a kernel for
+_compiled: dict[tuple[Any, ...], Any] = {}  # the compiled kernel for each `key` of `_launch`
 
 
 def replayed_gate_triton(inputs: GateInputs, options: GateOptions) -> GateOutput:
@@ -56,7 +57,7 @@ def replayed_gate_triton(inputs: GateInputs, options: GateOptions) -> GateOutput
 
 
 class _Gate(torch.autograd.Function):
-    """Launches forward and backward; keeps the logits and the ids, and nothing else."""
+    """Launches forward and backward; between them it keeps only the logits and the ids."""
 
     @staticmethod
     def forward(
@@ -105,8 +106,8 @@ def _launch(
 
     The first launch of a kind compiles, and later launches give the compiled kernel the same
     arguments. Otherwise Triton would look at each argument at every launch: about half of the
-    host's time for a gate. What a kernel is compiled for, beside constants: the device, and of each
-    tensor its dtype and whether it begins at a multiple of 16 bytes. Example: the ids of a layer
+    host's time for a gate. A kernel is compiled for the constants, the device, and each tensor's
+    dtype and alignment (whether it begins at a multiple of 16 bytes). Example: the ids of a layer
     are a part of all layers' ids. Those of layer 1 begin at byte 0, those of layer 2 at byte
     T x K = 999 x 2 = 1998, which is no multiple of 16, so layer 2 has a kernel of its own.
     """
@@ -118,7 +119,7 @@ def _launch(
     kind = [t if t is None else (t.dtype, t.data_ptr() % 16 == 0) for t in tensors]
     key = (kernel.__name__, logits_TE.device, constants, *kind)
     arguments = (*tensors, num_tokens, options.scale, *constants)
-    # 1000 rows in programs of 8 are -(-1000 // 8) = 125 programs; triton.cdiv takes 5 us to say it
+    # 1000 rows in programs of 8 are -(-1000 // 8) = 125 programs; triton.cdiv would take 5 us
     grid = (-(-num_tokens // constants.BLOCK_T), 1, 1)
     # Triton launches on the current device, not on that of the tensors
     on_gpu = logits_TE.device.type == "cuda"

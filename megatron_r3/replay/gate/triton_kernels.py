@@ -1,22 +1,21 @@
 """The three Triton kernels of the replayed gate.
 
-A program is one warp with about a thousand logits, so that what is summed over a row never leaves
-the warp; it has several rows where they fit. Of a row only the K logits of its experts are read,
-unless the softmax is one over all experts; the row of the result is filled with zeros, and then K
-numbers are put into it. The backward pass computes again what it needs from the logits and the ids.
-How a tile is laid out: see tiles.py.
+A program is one warp with whole rows, about a thousand logits, so that a sum over a row stays
+inside the warp. Only the K logits of a row's experts are read, unless the softmax is one over all
+experts. A row of the result is filled with zeros, and then its K numbers are written. The backward
+pass computes again what it needs from the logits and the ids. tiles.py says how a tile is laid out.
 
-`gate_choose`, which chooses and compares experts, reads whole rows and is a kernel apart: a sum
-over K numbers rounds by the threads that have them, and Triton shares them out otherwise in a
-kernel that does other things too. So a recompute, in which nothing is chosen, gives the bits of its
-forward pass.
+`gate_choose`, which chooses and compares experts, reads whole rows and is a kernel of its own. In a
+kernel that also weighs the experts, Triton could give the K numbers of a row to other threads, and
+their sum would round differently. But a recompute, in which nothing is chosen, must give the bits
+of its forward pass.
 
 The constants of all kernels: E experts, K experts for each row, BLOCK_K that number padded to a
 power of two, BLOCK_T rows for each program, W words of BITS experts for each row, FUNCTION the name
 in `GateOptions.function`. For 128 experts a program has W = 4 words of 32 and
 BLOCK_T = 1024 / (32 x 4) = 8 rows; for 8 experts it has 128 rows of one word with 8 bits. The rows
-of all tensors are contiguous. One function launches all kernels, so each of them has a `scale`, and
-`gate_choose` has no use for its own.
+of all tensors are contiguous. One function launches all kernels with a `scale`, so `gate_choose`
+has this parameter too, and does not use it.
 
 Shape suffixes (docs/glossary.md): T, K, W.
 """
@@ -76,7 +75,7 @@ def gate_choose(
     )
     ids_TK = tiles.load_ids(ids_ptr, rows_T, given_T, E, K, BLOCK_K)
     if live_ptr is not None:
-        # few programs have live rows, and a top-k is most of the work of one that does
+        # Most programs have no live row, and skip the top-k, which would be most of their work.
         if tl.max(live_T.to(tl.int32), axis=0) > 0:
             best_TK = tiles.choose(keys_TW32, experts_1W32, inside_TW32, K, BLOCK_K, BITS)
             ids_TK = tl.where(live_T[:, None], best_TK, ids_TK)
@@ -206,9 +205,9 @@ def _selection_keys(logits, largest, total, bias_ptr, experts, wanted, FUNCTION:
     at word 1, bit 1 of the first tile, and at k = 0 of the second if the row's ids are [33, 7].
 
     Args:
-        largest, total: of the row, for a softmax over all experts; see `tiles.softmax_of`.
-        experts: whose logits they are, for the bias.
-        wanted: where there is such an expert.
+        largest, total: those of `tiles.softmax_of`, for a softmax over all experts.
+        experts: the expert of each logit, to look up its bias.
+        wanted: where that expert exists.
     """
     scores = logits
     if FUNCTION == "pre_softmax":
@@ -226,13 +225,13 @@ def _selection_keys(logits, largest, total, bias_ptr, experts, wanted, FUNCTION:
 def _differs_from_topk(keys_TW32, exists_1W32, chosen_keys_TK, chosen_TK):
     """Rows where some expert that was left out beats the worst that was taken, bool `[T]`.
 
-    There more experts are better than the worst that was taken than there are among the taken ones.
-    Keys [5, 9, 7, 2], taken {0, 1}: 9 and 7 are better than 5, and of the taken ones only 9.
+    In such a row more experts beat the worst taken one than are taken themselves. Example: keys
+    [5, 9, 7, 2], taken {0, 1}. Two keys beat 5 (9 and 7), but only one of them is taken (9).
     """
     worst_T = tl.min(tl.where(chosen_TK, chosen_keys_TK, tiles.HIGHEST), axis=1)
     better_TW32 = exists_1W32 & (keys_TW32 > worst_T[:, None, None])
     better_TK = chosen_TK & (chosen_keys_TK > worst_T[:, None])
-    # The sums are floats: a sum of bools is for LLVM one of bits, which it may keep in memory.
+    # The sums are floats, because LLVM may keep the single bits of a sum of bools in memory.
     return tiles.row_sum(better_TW32.to(tl.float32)) > tl.sum(better_TK.to(tl.float32), axis=1)
 
 

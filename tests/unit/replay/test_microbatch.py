@@ -174,7 +174,7 @@ def test_wrong_ids_name_layer_and_token():
     chosen(MicrobatchRoutes({1: ids[1]}), scores())
     with pytest.raises(ReplayError, match="integers"):
         chosen(MicrobatchRoutes({1: ids[1].float()}), scores())
-    with pytest.raises(ReplayError, match="routes of other shapes"):
+    with pytest.raises(ReplayError, match="routes of different shapes"):
         chosen(MicrobatchRoutes({1: ids[1], 2: ids[1][:-1]}), scores())
 
 

@@ -125,7 +125,7 @@ NEW = {
 @pytest.mark.parametrize("name", NEW)
 def test_an_option_that_nobody_has_looked_at_is_refused_by_name(name: str) -> None:
     (reason,) = refusals(Newer(**NEW[name]))
-    assert reason.startswith(f"{name}: nobody here has looked at")
+    assert reason.startswith(f"{name}: megatron-r3 does not know what this does to a router")
     assert "report it with your Megatron-LM version" in reason
 
 

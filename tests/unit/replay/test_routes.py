@@ -137,7 +137,7 @@ def test_recorded_bits_must_fit():
 
 @pytest.mark.parametrize("experts", [0, -1, 32769])
 def test_experts_that_no_id_can_name(experts):
-    with pytest.raises(RoutesError, match=f"{experts} experts: ids need 1 to 32,768 experts"):
+    with pytest.raises(RoutesError, match=f"{experts} experts: a MoE layer must have 1 to 32,768"):
         id_dtype(experts)
 
 
