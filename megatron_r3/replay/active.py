@@ -94,9 +94,7 @@ def _enter(forward_pass: ForwardPass, model: torch.nn.Module | None = None) -> C
     hook = None
     if model is not None:
         _look_into(model, forward_pass)
-    elif (
-        forward_pass.microbatch is not None
-    ):  # replaying(None) is live: there is no error to explain
+    elif forward_pass.microbatch is not None:  # replaying(None) needs no reason for an error
         hook = register_module_forward_pre_hook(note)
 
     def leave() -> None:

@@ -1,1 +1,1 @@
-"""The other halves of the patches, in files that are named like them; nothing else is here."""
+"""What the patches call, in files that are named like the patches; nothing else is here."""

@@ -24,12 +24,12 @@ def add_args(parser: Any) -> Any:
 def check_args(args: Any) -> None:
     """End the process for arguments or rollout stores that could not be replayed exactly.
 
-    `validate_args` calls this before any process group exists. A process that trains alone opens
-    its store here, so that a wrong store costs no start-up. Several ranks open theirs together, as
-    soon as they can tell each other what one of them found (seams/pretrain.py).
+    `validate_args` calls this before any process group exists. A single process opens its store
+    here, so that a wrong store is refused before the start-up. Several ranks open their stores in
+    seams/pretrain.py, as soon as they can tell each other what one of them found.
 
     Args:
-        args: Megatron's validated arguments. Nothing is looked at if they ask for nothing of ours.
+        args: Megatron's validated arguments. Without any option of ours nothing is checked.
     """
     given = (getattr(args, option.name) for option in OPTIONS if not option.field)
     if not args.moe_router_replay and all(one is None for one in given):

@@ -11,8 +11,8 @@ def install() -> None:
     Example: `checkpoint(layer)` in the forward pass of microbatch 1 keeps `layer` for the backward
     pass, in which microbatch 3 may be active; bound, the recompute still takes the routes of 1.
 
-    It may be called any number of times. The binder stays for the whole process, and without an
-    active microbatch it changes nothing: what is made then runs live.
+    `install` may be called any number of times. The binder stays for the whole process. Without an
+    active microbatch the binder changes nothing: what is made then runs live.
     """
     from megatron.core.deferred import set_deferred_binder
 

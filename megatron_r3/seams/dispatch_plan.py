@@ -1,4 +1,4 @@
-"""Other half of the patch "dispatch plan": a dispatcher takes the sizes of its layer from it.
+"""Other half of the patch "dispatch plan": a dispatcher takes its layer's sizes from the plan.
 
 Shape suffixes (docs/glossary.md): T, E, H.
 """
@@ -19,7 +19,7 @@ class PlanHook:
     """Answers a token dispatcher with the sizes of its layer, if the active microbatch has a plan.
 
     Args:
-        router: the layer's own; it knows which layer it is, and whether it replays.
+        router: the router of the same layer, which knows the layer number and whether it replays.
     """
 
     def __init__(self, router: Any) -> None:
@@ -88,9 +88,9 @@ class PlanHook:
             routing_map: what the dispatcher would count, `[T, E]` or its local part.
 
         Raises:
-            PlanError: with `verify_plan`, the plan is not what the map says.
+            PlanError: `verify_plan` is on, and the plan contradicts the routing map.
         """
-        # A router that stays live (MTP) sends other tokens than any plan says.
+        # No plan covers a router that stays live (MTP).
         microbatch = self.router.router_replay.replayed_microbatch()
         if self._comparing or microbatch is None or microbatch.plan is None:
             return None
@@ -107,7 +107,7 @@ class PlanHook:
         """What the dispatcher learns without a plan, by the names of LayerSizes."""
         if not hasattr(dispatcher, "preprocess"):  # all-gather: nothing but the local counts
             return {"tokens_per_expert": routing_map.sum(dim=0)}
-        # `preprocess` asks this hook again; while comparing it is told that there is no plan.
+        # `preprocess` asks this hook again; with `_comparing` the answer is that there is no plan.
         self._comparing = True
         try:
             learned = {"tokens_per_expert": dispatcher.preprocess(routing_map)}
@@ -124,7 +124,7 @@ class PlanHook:
         for name, value in learned.items():
             in_plan = np.asarray(getattr(planned, name))
             in_map = torch.as_tensor(value).cpu().numpy()
-            # The dispatcher keeps some of them in another shape: only the numbers are compared.
+            # The dispatcher keeps some sizes in another shape: only the numbers are compared.
             if not np.array_equal(in_plan.ravel(), in_map.ravel()):
                 raise PlanError(
                     f"dispatch plan: layer {self.router.layer_number}, rank "

@@ -1,8 +1,8 @@
 """Other half of the patch "guest experts": a MoE layer whose hot experts have copies elsewhere.
 
-The dispatcher is made with a place for each own expert and each guest slot, and takes places for
-experts. Where a micro-batch has no guests, the slots are empty, and the layer computes what it
-computes without them, bit for bit.
+A place is an own expert or a guest slot. The layer gets a dispatcher that is made with places in
+the role of experts. Where a micro-batch has no guests, the slots are empty, and the output is
+bitwise that of a layer without slots.
 
 Shape suffixes (docs/glossary.md): E, H, I, P, T.
 """
@@ -39,7 +39,7 @@ class GuestLayer:
     """What a MoE layer does for its guests.
 
     Attributes:
-        dispatcher: in place of the layer's own one; its experts are places.
+        dispatcher: replaces the layer's own dispatcher; its experts are places.
         expert_I: the expert in each place, from `invite` to `compute`.
         watchers: called before the experts compute, with the hidden states `[P, H]` that came, how
             many of them are for each place of this rank, and the expert in each place, -1 for none.
@@ -52,7 +52,7 @@ class GuestLayer:
         self._num_local = layer.num_local_experts
         ranks, rank = layer.ep_group.size(), layer.ep_group.rank()
         places = self._num_local + self._num_slots
-        wide = copy.copy(config)  # not `replace`, which would check and settle everything anew
+        wide = copy.copy(config)  # not `replace`, which would run `__post_init__` again
         wide.num_moe_experts = ranks * places
         self.dispatcher = type(layer.token_dispatcher)(
             places,
@@ -73,21 +73,21 @@ class GuestLayer:
     def invite(
         self, hidden: Tensor, probs_TE: Tensor, map_TE: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Send tokens to places in place of experts, and bring the weights of guests there.
+        """Route tokens to places instead of experts, and bring the guests' weights to their slots.
 
         Returns:
             The hidden states, and probabilities and routing map `[T, I]`.
         """
-        # Ranks that hold the same experts may have guests in other layers. But they must gather
-        # parameters, and reduce gradients, in one order. So all of them wait here and go through
-        # `_depart`, with guests or without.
+        # Ranks that hold the same experts (data parallel) may have guests in different layers, but
+        # must gather parameters, and reduce gradients, in the same order. So every rank waits here
+        # and goes through `_depart`, with guests or without.
         wait_for_parameters(self._layer.experts)
         microbatch = self._layer.router.router_replay.replayed_microbatch()
         forward_pass = ACTIVE.get()
         trip = earlier = ahead = None
         if microbatch is not None and forward_pass is not None:
             turn = microbatch.used[self._number]
-            # the layer that is called before this one in a recompute may be any other
+            # not in a recompute, where any other layer may be called before this one
             if turn == 1:
                 self._follow(forward_pass.number)
             trip, earlier, ahead = (
@@ -109,7 +109,7 @@ class GuestLayer:
     def compute(
         self, hidden_PH: Tensor, tokens_per_place: Tensor, probs_P: Tensor
     ) -> tuple[Tensor, None]:
-        """The output `[P, H]` of own experts and guests, of tokens in the order of places.
+        """The output `[P, H]` of own experts and guests, for tokens in the order of places.
 
         None stands for the bias that experts may return; a config with such a bias is refused.
         """
@@ -150,7 +150,7 @@ class GuestLayer:
         if not torch.is_grad_enabled() and trip is None:
             return (hidden,)
         if torch.is_grad_enabled() and trip is not None and not hidden.requires_grad:
-            # Autograd must call every rank in the backward pass, whatever is frozen below.
+            # Every rank must come here in the backward pass, even if all layers below are frozen.
             hidden = hidden.detach().requires_grad_()
         parameters = [part for weights in self._all_weights() for part in weights]
         return Departure.apply(hidden, self._slots, trip, *parameters)
@@ -209,11 +209,11 @@ class GuestLayer:
 
 @dataclass
 class _Shared:
-    """What the layers share whose experts are on the same ranks.
+    """What all layers with experts on the same ranks share.
 
     Attributes:
-        group: of these ranks, for weights alone.
-        slots: by shapes, dtype, device and number.
+        group: a process group of these ranks, for weights alone.
+        slots: by the shapes, dtype and device of the parameters, and the number of slots.
     """
 
     group: Any
@@ -228,11 +228,11 @@ _last_pass = 0
 
 
 class _Visit(NamedTuple):
-    """What a layer keeps from its dispatch to its experts.
+    """What a layer keeps between `invite` and `compute`.
 
     Attributes:
-        trip: of its guests' weights.
-        weights: of this rank's guests, one parameter behind the other.
+        trip: how the guests' weights of this layer travel.
+        weights: those of this rank's guests, one parameter after the other.
         earlier: the trip of the layer before, whose weights come next in the backward pass.
     """
 
@@ -242,7 +242,7 @@ class _Visit(NamedTuple):
 
 
 def _shared_by(ep_group: Any) -> _Shared:
-    """What the layers of a group share; its ranks make it together, in the first of the layers."""
+    """What the layers of a group share; the first layer makes it, on all ranks together."""
     if ep_group not in _shared:
         ranks = torch.distributed.get_process_group_ranks(ep_group)
         group = torch.distributed.new_group(ranks, use_local_synchronization=True)

@@ -17,10 +17,10 @@ _OF_GUESTS = "moe_router_replay_guest_"
 
 
 def prepare_config(config: Any) -> None:
-    """Check a config, settle what fusion means for it, and have deferred work bound.
+    """Check a config, settle its fusion options, and have recomputes bound to their micro-batch.
 
-    It is called where a config is made, and again where a router is made with it: frameworks set
-    `config.moe_router_replay` in between. Another call changes nothing.
+    It is called when a config is made, and again when a router is made with that config, because
+    frameworks set `config.moe_router_replay` in between. A second call changes nothing.
 
     Raises:
         ValueError: as `check_config`.
@@ -36,7 +36,7 @@ def check_config(config: Any) -> None:
     Raises:
         ValueError: all reasons in one message.
     """
-    # Imported here: Megatron calls this while that module's class makes an object.
+    # Imported here: Megatron calls this from that class, when it makes an object.
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     reasons = all_refusals(config, TransformerConfig)
@@ -67,10 +67,10 @@ def all_refusals(config: Any, upstream: Any) -> list[str]:
 
 
 def absent_patches(config: Any) -> list[str]:
-    """What this config needs of groups of patches that this tree lacks; empty if it has all.
+    """Why this config needs groups of patches that this tree lacks; empty if the tree has all.
 
-    From 0.17 on the group engine has the engine record the model that samples, beside replay.
-    Before that, moe_enable_routing_replay is upstream's own replay and nothing else.
+    From 0.17 on the group engine lets an inference engine record the model that samples, beside
+    replay. Before 0.17, moe_enable_routing_replay is upstream's own replay and nothing else.
 
     Args:
         config: a TransformerConfig, or Megatron's parsed arguments.
@@ -93,7 +93,8 @@ def absent_patches(config: Any) -> list[str]:
         (
             takes_topk and not _flex_keeps_the_map(),
             "this tree has no patches of the group fixes, so its flex dispatcher would send a "
-            "token elsewhere where a recorded expert has weight 0; apply them, or use alltoall",
+            "token to another expert where a recorded expert has weight 0; apply the patches, or "
+            "use the dispatcher alltoall",
         ),
     ]
     return [reason for refused, reason in checks if refused]
@@ -111,7 +112,7 @@ def _flex_keeps_the_map() -> bool:
     from megatron.core.transformer.moe.token_dispatcher import _DeepepManager
 
     # Example of one token: the routing map has expert 1, with weight 0, and expert 0 weighs 0.5.
-    # The method is asked, and its text is not read: upstream may mend it in another way than we do.
+    # The method is called, and its source is not read: upstream may fix it in another way than we.
     manager = object.__new__(_DeepepManager)
     manager.num_experts, manager.router_topk, manager.capacity_factor = 2, 1, None
     with torch.device("cpu"):  # a model may be made on the device "meta"
@@ -132,28 +133,28 @@ def settle_fusion(config: Any) -> None:
     """Turn `moe_router_fusion` off where upstream has no kernel for it, and note that it was on.
 
     Without a fused router in Transformer Engine upstream would raise at the first live pass or
-    auxiliary loss. An inference engine that records refuses a fused router, which asks nobody. The
-    replayed gate has a kernel of its own and stays fused. Example:
+    auxiliary loss. An inference engine that records refuses a fused router, which would not call
+    the recorder. The replayed gate has a kernel of its own and stays fused. Example:
 
         given: moe_router_fusion=True,  moe_router_replay_fused_gate=None
         after: moe_router_fusion=False, moe_router_replay_fused_gate=True   (no Transformer Engine)
 
-    Both are fields: a config that is rebuilt from its fields is settled in the same way again. A
-    `moe_router_replay_fused_gate` that the user has set stays.
+    Both options are fields, so a config that is rebuilt from its fields gets the same values again.
+    A `moe_router_replay_fused_gate` that the user has set stays.
     """
     if not config.moe_router_fusion:
         return
     if config.moe_router_replay_fused_gate is None:
         config.moe_router_replay_fused_gate = True
     if getattr(config, "moe_enable_routing_replay", False):
-        why = "an engine that records needs a router that is asked"
+        why = "a fused router would not call the engine's recorder"
     elif not _upstream_fuses():
         why = "no Transformer Engine with a fused router here"
     else:
         return
     config.moe_router_fusion = False
     _warn_once(
-        f"moe_router_fusion: {why}; the router is unfused, but for replayed layers on a CUDA "
+        f"moe_router_fusion: {why}; the router is unfused, except in replayed layers on a CUDA "
         "device with Triton"
     )
 
@@ -168,6 +169,6 @@ def _upstream_fuses() -> bool:
 
 @functools.cache
 def _warn_once(message: str) -> None:
-    """Log a warning on the first rank; the cache ends each later call with the same message."""
+    """Log a warning on the first rank; because of the cache each message is logged once."""
     if os.environ.get("RANK", "0") == "0":
         logging.getLogger(__name__).warning(message)

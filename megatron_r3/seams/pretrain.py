@@ -43,9 +43,9 @@ def use_rollouts(
 ) -> tuple[Provider, Callable[..., Any]]:
     """The dataset provider and forward step that pretrain() uses instead of the script's own.
 
-    Validation and test data, and their forward step, stay the script's. Without --rollouts
-    everything stays the script's, which then replays in its own forward step; the forward step of
-    Megatron's RL loop replays what the loop samples.
+    Validation and test data, and their forward step, stay the script's. Without --rollouts all data
+    stay the script's: its own forward step must replay. Under --perform-rl-step the forward step
+    replays what Megatron's RL loop samples.
     """
     global _step
     if args.rollouts is None and getattr(args, "perform_rl_step", False):
@@ -70,7 +70,7 @@ def use_rollouts(
             hook.begin(models, args.iteration)
 
     if hooks:
-        # As soon as the checkpoint is loaded, since the first rollout waits for the first policy.
+        # As soon as the checkpoint is loaded: without a published policy nobody samples a rollout.
         watch_models(begin)
     return _provider(_step, provider, args.eval_iters), _step
 
@@ -84,7 +84,7 @@ def _hooks(options: RolloutOptions) -> list[StepHook]:
 
 
 def begin_step(models: list[Any]) -> None:
-    """Have what a step needs of the old policy, before its forward passes.
+    """Get what a step needs of the old policy, before the step's forward passes.
 
     Args:
         models: this rank's model chunks, as `train_step` has them.
@@ -94,7 +94,7 @@ def begin_step(models: list[Any]) -> None:
 
 
 def check_step(models: list[Any]) -> None:
-    """Look at what a step has done, before its update. It ends training, or returns.
+    """Check a step before its update: end the training on a fault, else return.
 
     Args:
         models: this rank's model chunks, as `train_step` has them.
@@ -160,7 +160,7 @@ def _provider(step: RolloutStep, scripts: Provider, eval_iters: int) -> Provider
 
     def training_data(num_samples: int) -> RolloutDataset:
         # Megatron asks for data once the checkpoint is loaded, and again for a further epoch of
-        # evaluation data: the ledger compares the store with the checkpoint the first time.
+        # evaluation data. The ledger compares the store with the checkpoint only the first time.
         if not ledger.entries:
             notice = ledger.begin()
             if notice and torch.distributed.get_rank() == 0:
@@ -181,7 +181,7 @@ def _provider(step: RolloutStep, scripts: Provider, eval_iters: int) -> Provider
             _wait_for_the_first(options, store)
             train = training_data(sizes[0])
             if step.old_pass is not None:
-                # The pass runs beside the thread that prepares micro-batches: data of its own.
+                # The thread that prepares micro-batches reads `train` during the pass.
                 step.old_pass.data = training_data(sizes[0])
         except ValueError as error:
             refuse(str(error))

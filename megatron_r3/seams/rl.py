@@ -1,8 +1,9 @@
-"""Other half of the patch of Megatron's RL loop: it hands over its turns, and its forward steps.
+"""Other half of the patch of Megatron's RL loop, which hands over its turns and forward steps.
 
 `pretrain()` calls `use_loop` (through seams/pretrain.py). `prepare_data_for_update()` calls
-`begin_collection`, and has what that returns wrap the steps of its two passes; it calls `log_step`
-for the log line. The replay itself lives in megatron_r3/rl/, which nothing but an RL loop imports.
+`begin_collection`; the returned object wraps the forward steps of the function's two passes.
+`log_rl_throughput_metrics()` calls `log_step`. The replay itself lives in megatron_r3/rl/, which
+only an RL loop imports.
 """
 
 from __future__ import annotations
@@ -55,10 +56,10 @@ def begin_collection(rows: Sequence[Any], rollouts: Sequence[Any]) -> LoopReplay
     """Take over the turns of a collection.
 
     Args:
-        rows: what the loop trains on, of all ranks, in the order in which the rows are shared out
-            and packed: pairs of a rollout and the index of a turn. On main a rollout is a row if
-            its turns are one sequence.
-        rollouts: of all groups.
+        rows: what the loop trains on, of all ranks, in the order in which the loop packs the rows
+            and shares them out: pairs of a rollout and the index of a turn. On main a rollout is
+            one row if its turns are one sequence.
+        rollouts: those of all groups.
     """
     assert _replay is not None, "pretrain() has not called use_loop"
     return _replay.begin_collection(rows, rollouts)

@@ -1,8 +1,8 @@
 """Other half of the patch "router": a TopKRouter asks the active microbatch for its experts.
 
-Its load-balancing losses, z-loss and expert bias are made from counts of tokens. Under replay two
-things about them change: padding is left out, as the active microbatch knows it in every layout,
-and the experts that are counted are the replayed ones or, on request, the live ones.
+A router's load-balancing losses, z-loss and expert bias come from token counts. Replay changes two
+things about these counts: padding is left out, since the active microbatch knows the padding in
+every layout, and the counted experts are the replayed ones or, on request, the live ones.
 
 Shape suffixes (docs/glossary.md): T, E, K.
 """
@@ -35,12 +35,12 @@ class RouterHook:
         config: the router's TransformerConfig.
         has_routes: False for a router of which no rollout has routes (MTP): it stays live.
         layer_number: Megatron's, from 1. None means that it is not known yet.
-        recorder: upstream's RouterReplay, which an inference engine has record what it samples, in
+        recorder: upstream's RouterReplay, with which an inference engine records the experts of
             passes without a microbatch. None means that no engine records this router.
 
     Raises:
-        ValueError: the config asks for replay and could not replay exactly. It may have been made
-            before `moe_router_replay` was set on it.
+        ValueError: the config asks for replay and could not replay exactly. This is checked again
+            here, since `moe_router_replay` may have been set after the config was made.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class RouterHook:
         )
 
     def __getattr__(self, name: str) -> Any:
-        """What an inference engine asks of a recorder (`get_recorded_indices`, ...) goes to it."""
+        """An attribute of the recorder, for an engine that calls `get_recorded_indices` etc."""
         recorder = self.__dict__.get("recorder")  # a hook that is being copied has no fields yet
         if recorder is None:
             raise AttributeError(f"RouterHook has no {name}, and no recorder")
@@ -109,9 +109,9 @@ class RouterHook:
     def route(self, logits: Tensor, topk: int, **options: Any) -> tuple[Tensor, Tensor]:
         """Probabilities and routing map `[T, E]`; called as `topk_routing_with_score_function` is.
 
-        Without a microbatch that function runs as upstream calls it. With one its fused path is
-        left out, which chooses experts in a kernel that knows no routes: a replayed layer tries the
-        fused gate, and the unfused path, which asks `get_replay_topk`, does the rest.
+        Without a microbatch that function runs as upstream calls it. With a microbatch its fused
+        path is not used, because that kernel knows no routes: a replayed layer tries our fused
+        gate, and all else takes the unfused path, which calls `get_replay_topk`.
 
         Raises:
             ReplayError: as `get_replay_topk`.
@@ -151,7 +151,7 @@ class RouterHook:
         """Probabilities and routing map `[T, E]` of a replayed layer, from one kernel.
 
         Returns:
-            None where the kernel does not do it: nothing is replayed now, there is no Triton or
+            None where the kernel cannot do it: nothing is replayed now, there is no Triton or
             CUDA, the router is in float64 or larger than the kernel's limits, or it is
             group-limited and the microbatch has tokens to choose for or to count. The result is
             None in all passes of a layer or in none, so that a recompute rounds as its forward pass
@@ -179,20 +179,21 @@ class RouterHook:
 
 
 def make_hooks(router: Any, recorder: Any = None) -> tuple[RouterHook, RouterLoad]:
-    """What a TopKRouter with moe_router_replay asks for its experts, and for its load.
+    """The objects that a TopKRouter with moe_router_replay asks for its experts and its load.
 
-    A router of an MTP layer stays live: it numbers its layers from 1 again, and no engine samples
-    from it. Before 0.17 no router knows that it is one, and `keep_live` tells it.
+    The router of an MTP layer stays live: MTP layers are numbered from 1 again, and no engine
+    returns their routes. Before 0.17 a router cannot know that its layer is MTP: `keep_live` says
+    so.
 
     Args:
-        recorder: upstream's RouterReplay, with both options.
+        recorder: upstream's RouterReplay, if moe_enable_routing_replay is on too.
     """
     has_routes = not getattr(router, "is_mtp_layer", False)
     return RouterHook(router.config, has_routes, recorder=recorder), RouterLoad(router)
 
 
 def begin_pass(router: Any, given_T: Tensor | None) -> Tensor | None:
-    """Look whether a router may still replay, and return the padding mask of this pass.
+    """Check that a router may still replay, and return the padding mask of this pass.
 
     Raises:
         ReplayError: as `check_hook`.
@@ -219,8 +220,8 @@ def check_hook(router: Any) -> None:
             "moe_enable_routing_replay was set after this model was made, so its routers do not "
             "record: set it in the TransformerConfig before the model is made"
         )
-    # slime's patch of Megatron-LM gives each router a list of its own, if ENABLE_ROUTING_REPLAY=1:
-    # routers without routes of ours would then take those of that list.
+    # With ENABLE_ROUTING_REPLAY=1 slime's patch of Megatron-LM gives each router a list of routes:
+    # a router without routes of ours would take those of slime's list.
     if hasattr(router, "routing_replay"):
         raise ReplayError(
             "moe_router_replay is set, and slime's own replay has registered at this router: they "
@@ -230,7 +231,7 @@ def check_hook(router: Any) -> None:
 
 
 def keep_live(module: Any) -> None:
-    """Tell the routers in an MTP layer to stay live; called by 0.16 alone, where none can know."""
+    """Tell the routers in an MTP layer to stay live; called on 0.16 alone (see `make_hooks`)."""
     from megatron.core.transformer.moe.router import TopKRouter
 
     for router in module.modules():
@@ -239,7 +240,7 @@ def keep_live(module: Any) -> None:
 
 
 class RouterLoad:
-    """The load of one router. A router that stays live (MTP) leaves padding out all the same.
+    """What one router's losses and expert bias count; a router that stays live (MTP) asks it too.
 
     Args:
         router: the TopKRouter; its `router_replay` is a RouterHook.
@@ -250,8 +251,8 @@ class RouterLoad:
 
     def padding_mask(self, given_T: Tensor | None) -> Tensor | None:
         """Which tokens are padding, bool: as the active microbatch says, else what was given."""
-        # Megatron hands its own mask only to some layers and schedules; the microbatch is always
-        # there, and its mask is in the order of this router's tokens.
+        # Megatron passes its own mask only to some layers and schedules. The microbatch has one in
+        # all of them, in the order of this router's tokens.
         microbatch = active_microbatch()
         padding_T = None if microbatch is None else microbatch.padding_T
         return given_T if padding_T is None else padding_T
@@ -305,8 +306,8 @@ class RouterLoad:
     ) -> Tensor:
         """The routing map `[T, E]` whose load updates the expert bias, without padding.
 
-        Call it where gradients are on or off as in the forward pass: inside `no_grad` it never
-        follows the live load.
+        Call it with gradients on or off as in the forward pass: with gradients off it returns
+        `routed_TE` unchanged.
 
         Args:
             logits_TE: what the router routed by.
@@ -314,7 +315,7 @@ class RouterLoad:
             given_T: the padding mask of this pass, or None.
         """
         config, hook = self.router.config, self.router.router_replay
-        # Without an expert bias, and in a pass without gradients, the map is counted for nobody
+        # Without an expert bias, and in a pass without gradients, upstream does not count the map
         # (router.py, `_apply_expert_bias`).
         if not config.moe_router_enable_expert_bias or not torch.is_grad_enabled():
             return routed_TE
