@@ -23,11 +23,11 @@ from megatron_r3.patching.tree_files import FileOnDisk, locked, remove_leftovers
 from megatron_r3.patching.unreleased import choose, find_fits, fit_line, how_to_take
 from megatron_r3.patching.versions import Versions, read_versions
 
-# With the setting alone, git does not write the files again: its index says that they are up to
-# date. So they are taken out of the index, and the reset puts them and the files back.
+# With the setting alone, git does not write the files again, because its index says that they are
+# up to date. So `git rm --cached` empties the index, and the reset writes the index and the files.
 _NO_CRLF = (
-    "\nCRLF line ends: git config core.autocrlf false, then check out again "
-    "(git rm -r --cached --quiet . && git reset --hard); not a checkout: unpack it with LF"
+    "\nCRLF line ends: in a checkout, git config core.autocrlf false, then check out again "
+    "(git rm -r --cached --quiet . && git reset --hard); else unpack the tree with LF line ends"
 )
 
 
@@ -40,7 +40,7 @@ class Change:
             done and `files` is empty.
         status: the tree now, read from the disk again.
         files: the files that were written or removed.
-        others: for an unreleased tree, what to say of other lines whose patches apply too.
+        others: for an unreleased tree, text about groups left out, and other lines that fit too.
     """
 
     before: TreeState
@@ -64,8 +64,8 @@ def apply_series(
 
     Args:
         unreleased: whether a tree that versions.toml does not list is taken too, if the group r3
-            of a line applies to it exactly; other groups that do not are left out. It gets a record
-            of itself, which `revert_series` removes.
+            of a line applies to the tree exactly; other groups that do not apply are left out. Such
+            a tree gets a record, which `revert_series` removes.
         groups: the groups to apply; empty for all.
 
     Raises:
@@ -76,7 +76,7 @@ def apply_series(
     with locked(root):
         status, others = identify(root, versions, line), ""
         some = groups and {*groups} != {*status.groups}
-        recorded = status.unreleased is not None  # the word was said, but the patches may be others
+        recorded = status.unreleased is not None  # taken before, maybe with other patches
         if status.state is TreeState.UNKNOWN or (
             status.state is TreeState.PRISTINE and (some or recorded)
         ):
@@ -121,10 +121,10 @@ def revert_series(root: Path, patches: Path, *, line: str = "") -> Change:
 def _take(
     status: TreeStatus, versions: Versions, line: str, unreleased: bool, groups: Collection[str]
 ) -> tuple[TreeStatus, str]:
-    """A tree as one that can be patched with some groups, and what to say of the rest.
+    """The status of a tree that needs a record to be patched, and text about what is left out.
 
     Raises:
-        PatchingError: no line fits; or one fits, and the user has not said the word for that.
+        PatchingError: no line fits, or --unreleased was not given.
     """
     if status.unreleased and status.unknown:  # some of its files are patched already
         raise PatchingError(why_not(status, versions))
@@ -140,7 +140,7 @@ def _take(
 
 
 def _why_no_fit(status: TreeStatus, versions: Versions, line: str, groups: Collection[str]) -> str:
-    """The patch that fails on a tree, or where that says less, the files that are wrong."""
+    """The error about a tree that no line fits: the patch that fails, or all files that differ."""
     hopeless = status.patched or status.crlf or not (status.num_recognised or line)
     try:
         if not hopeless:
@@ -172,7 +172,7 @@ def _refuse_other_patches(status: TreeStatus) -> None:
 
 
 def _move(status: TreeStatus, goal: TreeState, others: str = "") -> Change:
-    """Write the files of a known tree that are not in the state `goal`."""
+    """Bring a known tree to the state `goal`: write the files that are not in this state."""
     root, reverse = status.root, goal is TreeState.PRISTINE
     if status.state is goal:
         remove_leftovers(root, status.files)
@@ -182,8 +182,8 @@ def _move(status: TreeStatus, goal: TreeState, others: str = "") -> Change:
     changes = (change for patch in status.series.patches for change in patch.changes)
     executables = {change.path for change in changes if change.executable}
     if status.state is TreeState.PRISTINE:
-        # Before the files, so that an apply which is killed can be finished and undone. A release
-        # needs no record, and one that is there is about what the tree was before.
+        # Before the files, so that an apply which is killed can be finished or undone. For a
+        # release this removes the record, which is about what the tree was before.
         write_record(root, Record(status.unreleased))
     try:
         replace_files(root, new, status.files, executables)
@@ -206,11 +206,11 @@ def _contents(status: TreeStatus, reverse: bool) -> dict[str, bytes | None]:
     """The new contents of the files of a known tree."""
     try:
         contents = patched_contents(status, reverse=reverse)
-        if status.unreleased and not reverse:  # what goes in must be seen to come off
+        if status.unreleased and not reverse:  # check that the patches can be taken back
             files = {path: FileOnDisk(data) for path, data in contents.items()}
             patched_contents(status.with_files(files), reverse=True)
         return contents
-    except PatchFailed as failed:  # the files are right, so what is applied to them is wrong
+    except PatchFailed as failed:  # the files are known ones, so the patch is damaged
         if status.unreleased:
             raise damaged(failed.patch.file, str(failed)) from None
         folder = failed.patch.file.parent
@@ -229,13 +229,14 @@ def why_not(status: TreeStatus, versions: Versions) -> str:
     if status.unreleased:
         return (
             f"{status.root} has changed since {record_path(status.root)} was written: it was "
-            f"{status.line.name}, {status.tree.name}; bring back these files, or all unpatched "
-            f"ones (git checkout -- megatron), then apply again:{wrong}"
+            f"{status.line.name}, {status.tree.name}; restore these files, or all unpatched files "
+            f"(git checkout -- megatron), then apply again:{wrong}"
         )
     if status.num_recognised:
         return (
-            f"{status.root} is not {status.tree.name}, nor what this megatron-r3 makes of it; "
-            f"bring back these files, or revert with the version that patched them:{wrong}"
+            f"{status.root} is neither {status.tree.name} nor {status.tree.name} with the patches "
+            "of this megatron-r3; restore these files, or revert with the megatron-r3 version that "
+            f"patched them:{wrong}"
         )
     known = "; ".join(
         f"{line.name}: {names([tree.name for tree in line.trees])}" for line in versions.lines

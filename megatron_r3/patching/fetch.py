@@ -41,8 +41,8 @@ def clone_tree(tree: KnownTree, url: str, target: Path) -> None:
         PatchingError: `target` is there, or git cannot fetch the commit; nothing is left then.
     """
     if target.exists():
-        raise PatchingError(f"{target}: is there already")
-    # the one setting of the environment that git keeps here: which certificates https trusts
+        raise PatchingError(f"{target}: is there already; remove it, or give another --out")
+    # `run_git` drops every GIT_* variable, but https needs this one: which certificates to trust
     ca = {k: os.environ[k] for k in ("GIT_SSL_CAINFO",) if k in os.environ}
     source = str(Path(url).absolute()) if Path(url).is_dir() else url
     with new_folder(target) as folder:

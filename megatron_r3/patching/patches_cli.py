@@ -1,7 +1,7 @@
 """The commands on patches: apply, revert, status and megatron.
 
-Each returns 0, or 1 for a state that is not as it should be; a refusal is a PatchingError, which
-`megatron_r3.cli` prints as one error.
+Each returns 0; `status` returns 1 for a tree that is unknown or half applied. A refusal is a
+PatchingError, which `megatron_r3.cli` prints as one error.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def run_apply(args: argparse.Namespace) -> int:
         print(_differ(tree))
         if change.others:
             print(change.others)
-        print(f"nobody has tested this tree: next: make check MEGATRON={_quoted(change.status)}")
+        print(f"this tree was not tested yet: next: make check MEGATRON={_quoted(change.status)}")
     return 0
 
 
@@ -88,7 +88,7 @@ def run_revert(args: argparse.Namespace) -> int:
 
 
 def run_status(args: argparse.Namespace) -> int:
-    """Print the state first, as one word for scripts, then what it means."""
+    """Print the state first, as `applied: TREE` for scripts, then what it means."""
     versions = read_versions(patches_of(args))
     status = identify(args.tree, versions, args.line)
     print(f"{status.state.value}: {status.root}")  # the image's build looks for `applied: `
@@ -115,7 +115,7 @@ def run_status(args: argparse.Namespace) -> int:
 
 
 def _checked(status: TreeStatus) -> str:
-    """What the record says of `make check`; nothing for a release that nobody has checked here."""
+    """What the record says of `make check`; empty for a release that was not checked here."""
     record = read_record(status.root)
     again = f"make check MEGATRON={_quoted(status)}"
     if record is None or record.checked is None:
@@ -130,11 +130,11 @@ def _checked(status: TreeStatus) -> str:
 
 
 def _differ(tree: Unreleased) -> str:
-    return f"differ from {tree.near}: {names(tree.differ, most=99) or 'none'}"
+    return f"files that differ from {tree.near}: {names(tree.differ, most=99) or 'none'}"
 
 
 def _groups(status: TreeStatus) -> str:
-    """The groups that are in the tree, or would be, and those of its line that are not."""
+    """The groups that are in the tree (or would be, once it is patched), and those left out."""
     rest = names(status.unreleased.left_out if status.unreleased else ())
     return f"groups: {', '.join(status.groups)}" + (f"; not in it: {rest}" if rest else "")
 

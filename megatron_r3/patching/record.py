@@ -1,9 +1,9 @@
 """The record of a tree: how an unreleased tree was patched, and when a tree was checked.
 
-versions.toml knows the files of releases. Of any other tree, `apply` writes down what it does, as
-one diff with the blob ids of each file before and after. This diff alone takes the patches back, or
-finishes an apply that was killed; a later megatron-r3, with other patches, can do it too. The
-record lies in the tree:
+versions.toml knows the files of releases. For any other tree `apply` writes a record of what it
+does: one diff, with the blob ids of each file before and after. The diff alone is enough to take
+the patches back, or to finish an apply that was killed, even with a later megatron-r3 that has
+other patches. The record lies in the tree:
 
     .git/megatron-r3.json     in a checkout, inside the git directory of this work tree: git does
                               not see the file, and neither git clean nor git stash removes it
@@ -36,10 +36,10 @@ class Unreleased:
 
     Attributes:
         line: the release line whose patches fit.
-        near: the known tree of that line with the fewest other files.
+        near: the known tree of that line from which the fewest files differ.
         differ: the files that are not those of `near`.
         absent: files of the patches that the tree lacks, as `near` does.
-        groups: the groups whose patches are in it; `left_out` are the line's other groups.
+        groups: the groups whose patches are in the tree; `left_out` are the line's other groups.
         num_patches: how many patches these are.
         series: the digest of these patches, from `series_digest`.
         version: the version of megatron-r3 that had them.
@@ -131,8 +131,8 @@ def damaged(path: Path, why: str) -> PatchingError:
     """The error about a record that cannot be used."""
     return PatchingError(
         f"{path} does not say how the tree was patched, because it is damaged or was edited "
-        f"({why}): bring it back; or bring back the unpatched files (git checkout -- megatron), "
-        "remove the record, and apply again"
+        f"({why}): restore this file; or restore the unpatched files (git checkout -- megatron), "
+        f"remove {path.name}, and apply again"
     )
 
 
@@ -170,14 +170,14 @@ def remove_record(root: Path) -> None:
 
 
 def series_digest(series: Series, groups: Collection[str] = ()) -> str:
-    """What tells two versions of a series, or of these groups of it, apart: every byte changed."""
+    """A digest of all diffs of a series, or of these groups of it, to tell two versions apart."""
     patches = [patch for patch in series.patches if not groups or patch.group in groups]
     diffs = [change.diff for patch in patches for change in patch.changes]
     return digest(b"".join(b"%d " % len(diff) + diff for diff in diffs))
 
 
 def files_digest(root: Path) -> str:
-    """A digest of the files that a check runs: every Python file of `megatron/`, and the script."""
+    """A digest of what a check runs: every Python file of `megatron/`, and pretrain_gpt.py."""
     texts = []
     for path in sorted([*(root / "megatron").rglob("*.py"), root / "pretrain_gpt.py"]):
         if path.is_file():

@@ -32,7 +32,7 @@ class PatchFailed(PatchingError):
     Attributes:
         number: the place of the patch in its series, from 1.
         failures: each file that the patch does not fit, with a line or a reason.
-        path: the first of those files; `where` says how it failed.
+        path: the first of those files; `where` is its line or reason.
     """
 
     def __init__(self, number: int, patch: Patch, failures: Mapping[str, str]):
@@ -84,11 +84,11 @@ class Scratch:
         """Apply these parts of a patch: all of them, or none.
 
         Returns:
-            By how many lines the hunks are away from where the patch names them, together.
+            By how many lines all hunks together are away from where the patch names them.
 
         Raises:
-            PatchFailed: one of them does not fit.
-            PatchingError: one fits, and does not give the file that the patch promises.
+            PatchFailed: a part does not fit.
+            PatchingError: a part fits, but does not give the file that the patch promises.
         """
         diffs = {change.path: change.diff for change in changes}
         before = self.contents(diffs)
@@ -114,7 +114,7 @@ class Scratch:
         return git(self.folder, "write-tree")
 
     def diff(self, old: str, new: str) -> bytes:
-        """What makes the files of the snapshot `new` of those of `old`, as one patch."""
+        """One patch from the files of the snapshot `old` to those of `new`."""
         flags = ("-r", "--patch", "--full-index", "--no-renames", "--text")
         return run_git(self.folder, "diff-tree", *flags, old, new).stdout
 

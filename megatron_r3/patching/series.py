@@ -2,9 +2,9 @@
 
 A series is what `git format-patch --full-index --no-renames` writes: numbered files that change,
 add or delete text files. The full blob ids in a patch say which file it starts from and which file
-it gives; a tree is recognised by those ids. The number of a patch is the number of its concern,
-which is the same in every line; a line that does not need a concern has a gap there. Its hundred
-says which group the patch is in: 0003 is of r3, 0203 of engine.
+it gives; a tree is recognised by those ids. A number stands for one purpose, and is the same in
+every line; a line that does not need such a patch has a gap there. The hundred of the number says
+which group the patch is in: 0003 is of r3, 0203 of engine.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Group:
     needs: tuple[str, ...] = ()
 
 
-# The first has the numbers from 1 to 99, the next those from 100 to 199, and so on.
+# The first group has the numbers from 1 to 99, the next those from 100 to 199, and so on.
 GROUPS = (
     Group("r3"),
     Group("guests", ("r3",)),
@@ -90,7 +90,7 @@ class Patch:
 
     @property
     def number(self) -> int:
-        """The number of the patch's concern, from the name of its file."""
+        """The number at the beginning of the file's name."""
         return int(self.file.name[:4])
 
     @property
@@ -138,7 +138,7 @@ def read_series(folder: Path) -> Series:
         if int(file.name[:4]) >= 100 * len(GROUPS):
             raise PatchingError(f"{file}: no group has the numbers from {file.name[:2]}00 on")
         if before and before.name[:4] == file.name[:4]:
-            raise PatchingError(f"{file}: there are two patches of the number {file.name[:4]}")
+            raise PatchingError(f"{file}: there are two patches with the number {file.name[:4]}")
     patches = tuple(read_patch(file) for file in files)
     blobs: dict[str, list[str | None]] = {}
     for patch in patches:
@@ -214,5 +214,7 @@ def _path(pair: str, file: Path) -> str:
     path = pair[2 : len(pair) // 2]
     parts = path.split("/")
     if pair != f"a/{path} b/{path}" or not path or {"", ".", "..", ".git"} & set(parts):
-        raise PatchingError(f"{file}: cannot patch {pair!r}: one plain path in the tree, no rename")
+        raise PatchingError(
+            f"{file}: cannot patch {pair!r}: expected one plain path in the tree, no rename"
+        )
     return path

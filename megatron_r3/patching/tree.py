@@ -41,7 +41,7 @@ class TreeStatus:
         names: the known trees that the directory matches equally well; `tree` is the first.
         files: the files of the series as they were read.
         blobs: the chain of each file in `tree`; (None,) for a file that `tree` lacks.
-        unreleased: what the record of the tree says, if `series` is made of it; else None.
+        unreleased: what the record of the tree says, if `series` is made from it; else None.
     """
 
     root: Path
@@ -64,7 +64,7 @@ class TreeStatus:
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """The groups of patches that are in the tree, or would be."""
+        """The groups of patches that are in the tree, or that apply would put there."""
         return self.unreleased.groups if self.unreleased else self.series.groups
 
     @property
@@ -196,7 +196,7 @@ def compare(
     for path in blobs:
         if path not in series.blobs:
             raise PatchingError(
-                f"versions.toml: {tree.name}: no patch of {line.name} is for {path}"
+                f"versions.toml: {tree.name}: no patch of {line.name} changes {path}"
             )
         if path not in tree.absent and len(blobs[path]) != len(series.blobs[path]):
             raise PatchingError(

@@ -22,7 +22,7 @@ from megatron_r3.patching.git import PatchingError, blob_id, names
 
 @dataclass(frozen=True)
 class FileOnDisk:
-    """A file as it was read; data is None where there is no file, stat also where git had it."""
+    """A file as it was read: data is None if there is no file, stat also if it is git's output."""
 
     data: bytes | None
     stat: os.stat_result | None = None

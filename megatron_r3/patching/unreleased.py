@@ -2,8 +2,8 @@
 
 Such a tree lies between two releases: a commit that a framework pins, or a fork. The patches must
 apply to its files exactly, as `git apply` means it: every line of context is there, in the same
-order; only the line numbers may differ. A group that does not apply is left out, but for r3. A
-release of which some groups are wanted is such a tree too.
+order; only the line numbers may differ. A group that does not apply is left out, except r3, which
+must apply. A release that shall get only some groups is handled as such a tree too.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Fit:
 
     Attributes:
         tree: what the record of the tree will say.
-        moved: by how many lines the hunks are away from where the patches name them, together.
-        left_out: why other groups are not in: the place that does not fit, by the group's name.
+        moved: by how many lines all hunks together are away from where the patches name them.
+        left_out: why each other group is left out, by name: the place that does not fit.
     """
 
     tree: Unreleased
@@ -56,12 +56,12 @@ class Fit:
 
     @property
     def distance(self) -> tuple[int, int, int, int]:
-        """What orders the lines that fit: the nearest one has the least.
+        """The sort key of the lines that fit: the nearest line has the least.
 
-        A patch that applies is one that the tree needs. Example: 14346b65 lacks a fix that main
-        has, so the patch with this fix, of core_r0.19.0, applies to it. More of its files are those
-        of main, whose patches have no such fix and apply too; with these a training ends with an
-        error, since they expect the padding mask to have another shape.
+        More patches count before fewer differing files, because a tree needs a patch that applies.
+        Example: 14346b65 has more files of main than of core_r0.19.0, and both series apply. But
+        14346b65 lacks a fix that main has and that core_r0.19.0 has as a patch. With the patches of
+        main a training would end with an error: they expect another shape of the padding mask.
         """
         tree = self.tree
         return len(self.left_out), -tree.num_patches, len(tree.differ), self.moved
@@ -70,11 +70,11 @@ class Fit:
 def find_fits(
     root: Path, versions: Versions, line: str = "", wanted: Collection[str] = ()
 ) -> list[Fit]:
-    """The lines, or that `line`, whose patches apply to the unpatched tree `root`.
+    """The lines whose patches apply to the unpatched tree `root`, or only `line` if it is given.
 
-    The line with the fewest groups to leave out is the first; of equal ones that with the most
-    patches, then that with the fewest files that differ from a known tree of it, then that in whose
-    patches the hunks are nearest to where they fit.
+    The line with the fewest groups to leave out is the first. Equal lines are ordered by the most
+    patches, then by the fewest files that differ from the nearest known tree, then by how little
+    the hunks move.
 
     Args:
         wanted: the groups to apply, all of them; empty for r3 and what else applies.
@@ -92,7 +92,10 @@ def find_fits(
 
 
 def fit_line(root: Path, line: Line, wanted: Collection[str] = ()) -> Fit | None:
-    """What the unpatched tree `root` takes of a line; None where it is no base of its patches.
+    """The groups of `line` that apply to the tree `root`; None if the line's patches do not fit.
+
+    They do not fit a tree that has patched files, or files that the nearest known tree lacks, or to
+    which a wanted group does not apply because it needs another group.
 
     Raises:
         PatchFailed: a group that must apply does not.
@@ -101,7 +104,7 @@ def fit_line(root: Path, line: Line, wanted: Collection[str] = ()) -> Fit | None
     files = {path: read_file(root, path) for path in series.blobs}
     matches = [compare(root, line, series, tree, files) for tree in line.trees]
     nearest = min(matches, key=lambda match: len(match.unknown))
-    # With a patched file the tree is no base, whatever can still be applied to it.
+    # A tree with a patched file is refused, whatever can still be applied to it.
     if nearest.patched or any(files[path].data is not None for path in nearest.tree.absent):
         return None
     present = {path: file for path, file in files.items() if path not in nearest.tree.absent}
@@ -165,10 +168,10 @@ def _apply_group(ours: Scratch, series: Series, group: str, present: Collection[
 
 
 def choose(root: Path, fits: list[Fit]) -> tuple[Fit, str]:
-    """The nearest line of those that fit, and what to say of the other ones.
+    """The nearest line of those that fit, and text about its groups left out and other lines.
 
     Raises:
-        PatchingError: two lines fit equally well, so that nothing says which one is meant.
+        PatchingError: two lines are equally near, so that nothing says which one is meant.
     """
     first, others = fits[0], fits[1:]
     equal = [fit for fit in others if fit.distance == first.distance]
@@ -186,16 +189,16 @@ def choose(root: Path, fits: list[Fit]) -> tuple[Fit, str]:
 
 
 def how_to_take(root: Path, fits: list[Fit]) -> str:
-    """What to say where the patches fit, and the user has not said the word."""
+    """The message about a tree that the patches fit, where --unreleased was not given."""
     tree, others = fits[0].tree, [fit.size for fit in fits[1:]]
     quoted = shlex.quote(str(root))
     also = f" (so do those of {names(others)})" if others else ""
     differ = "".join(f"\n  {path}" for path in tree.differ)
     missing = f"\n{fits[0].missing}\nthe other" if fits[0].left_out else "\nall"
     return (
-        f"{root} is close to {tree.near}, but no release: {len(tree.differ)} of its "
-        f"{tree.num_files} files differ:{differ}{missing} patches of {tree.line} apply to it "
-        f"exactly{also}, but nobody has tested what they make of it: bring back these files; or if "
-        f"they are meant to be as they are, apply with --unreleased (make apply MEGATRON={quoted} "
+        f"{root} is close to {tree.near}, but no release: {len(tree.differ)} of the "
+        f"{tree.num_files} files to patch differ:{differ}{missing} patches of {tree.line} apply to "
+        f"it exactly{also}, but the patched tree was never tested: restore these files; or, if "
+        f"they are meant to differ, apply with --unreleased (make apply MEGATRON={quoted} "
         f"UNRELEASED=1), then test the tree with make check MEGATRON={quoted}"
     )

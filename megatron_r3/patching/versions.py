@@ -3,8 +3,8 @@
 default = "<name of the tree that `megatron-r3 megatron` fetches>"
 
 [lines."<release line>"]        # its patches lie in the folder of the same name
-python = ">=3.12"               # what upstream asks for
-image = "<image:tag>"           # what upstream builds its own on (docker/.ngc_version.dev)
+python = ">=3.12"               # the versions of Python that upstream asks for
+image = "<image:tag>"           # the base of upstream's own image (docker/.ngc_version.dev)
 status = "supported"
 
 [[lines."<release line>".trees]]
@@ -108,7 +108,9 @@ class Versions:
             if name in (tree.name, line.name):
                 return line, tree
         known = names([f"{tree.name} ({line.name})" for line, tree in trees])
-        raise PatchingError(f"{name} is no tree that versions.toml knows from {source}: {known}")
+        raise PatchingError(
+            f"{name} is no tree that versions.toml knows from {source}; known: {known}"
+        )
 
 
 def patches_folder() -> Path:
@@ -146,7 +148,9 @@ def parse_versions(text: str, folder: Path) -> Versions:
     lines = tuple(_line(name, table, folder, file) for name, table in data["lines"].items())
     default = [t for line in lines for t in line.trees if t.pypi and t.name == data["default"]]
     if len(default) != 1:
-        raise PatchingError(f"{file}: default = {data['default']!r} is not one tree with pypi")
+        raise PatchingError(
+            f"{file}: default = {data['default']!r}: expected the name of one tree with pypi"
+        )
     return Versions(folder, lines, default[0])
 
 

@@ -50,7 +50,7 @@ TREES = {
     ),
     "a line where the patches fit by luck": (
         lambda tree: edit(tree, ROUTER, "line 20\n", "mine\n"),
-        [f"differ:\n  {ROUTER}\n", "nobody has tested", "--unreleased"],
+        [f"differ:\n  {ROUTER}\n", "was never tested", "--unreleased"],
         ROUTER,
     ),
     "a file that is gone": (

@@ -122,7 +122,7 @@ def test_a_line_may_lack_a_concern(upstream):
 
 def test_a_patch_that_others_need_is_missing(upstream):
     upstream.series[0].unlink()
-    with refused(upstream.checkout, f"1 of its 5 files differ:\n  {ROUTER}\n"):
+    with refused(upstream.checkout, f"1 of the 5 files to patch differ:\n  {ROUTER}\n"):
         apply_series(upstream.checkout, upstream.patches)
 
 
@@ -136,7 +136,7 @@ def test_a_patch_without_a_number(upstream, name):
 
 def test_two_patches_of_one_number(upstream):
     upstream.series[1].rename(upstream.patches / LINE / "0001-Bind.patch")
-    with pytest.raises(PatchingError, match="two patches of the number 0001"):
+    with pytest.raises(PatchingError, match="two patches with the number 0001"):
         read_series(upstream.patches / LINE)
 
 
@@ -173,7 +173,7 @@ def test_no_patches(upstream):
         ("status =", "stat =", "unknown key 'stat'"),
         ('status = "supported"\n', "", "no status"),
         (f'name = "{TAG}"\n', "", "no name"),
-        ('default = "9.1.1"', f'default = "{TAG}"', "is not one tree with pypi"),
+        ('default = "9.1.1"', f'default = "{TAG}"', "expected the name of one tree with pypi"),
         ('sdist_sha256 = "0', 'sdist_sha256 = "', "64 hex digits"),
         ('commit = "', 'commit = "x', "40 hex digits"),
         ('commit = "', 'comment = "', "unknown key 'comment'"),
@@ -193,7 +193,7 @@ def test_versions_that_are_wrong(upstream, old, new, message):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        (f'["{README}"]', '["megatron/core/nothing.py"]', "no patch of .* is for .*nothing.py"),
+        (f'["{README}"]', '["megatron/core/nothing.py"]', "no patch of .* changes .*nothing.py"),
         ("blobs = {", f'blobs = {{ "{ROUTER}" = ["{"1" * 40}"],', "one blob more than patches"),
     ],
 )

@@ -73,7 +73,7 @@ def take(tree, upstream, **options):
 
 
 def test_without_the_word_it_is_refused_and_the_word_is_named(between):
-    with refused(between.checkout, ROUTER, "--unreleased", "UNRELEASED=1", TAG, LINE, "1 of its 6"):
+    with refused(between.checkout, ROUTER, "--unreleased", "UNRELEASED=1", TAG, LINE, "1 of the 6"):
         apply_series(between.checkout, between.patches)
     assert not record_path(between.checkout).exists()
 
@@ -283,7 +283,7 @@ def test_the_nearest_of_several_lines_is_taken_and_said(between, capsys):
     assert main(argv) == 0
     out = capsys.readouterr().out
     assert f"({LINE}, close to {TAG} (1 file differs))" in out
-    assert f"differ from {TAG}: {ROUTER}\n" in out
+    assert f"files that differ from {TAG}: {ROUTER}\n" in out
     assert "is nearer than the other lines that fit: core_r9.2.0 (2 of 6 files differ from" in out
     assert "hunks moved by 2 lines" in out  # both hunks of the router, by the new first line
     assert f"make check MEGATRON={between.checkout}" in out
@@ -318,11 +318,13 @@ def test_status_of_an_unreleased_tree(between, status):
     tree = between.checkout
     code, out = status(tree)
     assert code == 1
-    assert out.startswith(f"unknown: {tree}\n{tree} is close to {TAG}, but no release: 1 of its 6")
+    assert out.startswith(f"unknown: {tree}\n{tree} is close to {TAG}, but no release: 1 of the 6")
     assert "--unreleased" in out
     take(tree, between)
     about = f"unreleased: {LINE}, close to {TAG} (1 file differs), 4 patches"
-    known = f"applied: {tree}\n{about} of 6 files\ndiffer from {TAG}: {ROUTER}\ngroups: r3\n"
+    known = (
+        f"applied: {tree}\n{about} of 6 files\nfiles that differ from {TAG}: {ROUTER}\ngroups: r3\n"
+    )
     assert status(tree) == (0, f"{known}not checked: make check MEGATRON={tree}\n")
     record = read_record(tree)
     checked = CheckedOn("2026-11-22", files_digest(tree), "0.1.0")
