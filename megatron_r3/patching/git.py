@@ -43,7 +43,7 @@ _ENVIRONMENT = {
 
 
 class PatchingError(ValueError):
-    """A refusal: the message names the file and what to do, and says if the tree was changed."""
+    """A refusal: the message names the file and what to do, and whether files stay changed."""
 
 
 def names(items: Sequence[str], most: int = 5) -> str:

@@ -1,4 +1,4 @@
-"""A folder of ours, in which patches are tried before a tree is touched.
+"""A temporary git repository, in which patches are tried before a tree is touched.
 
 Only the files that a series changes are copied into the folder. Git applies the patches there, one
 after the other, and what it makes of each file is compared with what the patch promises.
@@ -53,7 +53,7 @@ class PatchFailed(PatchingError):
 
 
 class Scratch:
-    """Files in `folder`, a git repository that this project made, so that git may run in it."""
+    """Files in a git repository of ours, where git may run (see git.py)."""
 
     def __init__(self, folder: Path, files: Mapping[str, FileOnDisk]) -> None:
         self.folder = new_repository(folder)

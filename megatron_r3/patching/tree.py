@@ -73,11 +73,11 @@ class TreeStatus:
         return self.unreleased.absent if self.unreleased else self.tree.absent
 
     def with_files(self, files: Mapping[str, FileOnDisk]) -> TreeStatus:
-        """The same comparison, of other contents of the files."""
+        """The same comparison, with other contents of the files."""
         return replace(self, files=files)
 
     def read_again(self) -> TreeStatus:
-        """The same comparison, of the files as they are now."""
+        """The same comparison, with the files as they are now."""
         return self.with_files({path: read_file(self.root, path) for path in self.files})
 
     @property
@@ -145,7 +145,7 @@ def find_root(root: Path) -> Path:
 def identify(root: Path, versions: Versions, line: str = "") -> TreeStatus:
     """Compare `root` with the known trees of `line`, or of every line, and return the best match.
 
-    A tree that no entry of versions.toml knows is compared with its own record too.
+    A tree that is unknown or half applied by versions.toml is compared with its own record too.
 
     Raises:
         PatchingError: `root` is no Megatron-LM tree, or a file in question is a symlink, a folder

@@ -74,7 +74,7 @@ def locked(root: Path) -> Iterator[None]:
     """
     folder = os.open(root, os.O_RDONLY)
     try:
-        with suppress(OSError):  # a file system without locks
+        with suppress(OSError):  # on a file system without locks: go on without a lock
             fcntl.flock(folder, fcntl.LOCK_EX)
         yield
     finally:

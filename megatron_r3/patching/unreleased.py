@@ -58,10 +58,11 @@ class Fit:
     def distance(self) -> tuple[int, int, int, int]:
         """The sort key of the lines that fit: the nearest line has the least.
 
-        More patches count before fewer differing files, because a tree needs a patch that applies.
-        Example: 14346b65 has more files of main than of core_r0.19.0, and both series apply. But
-        14346b65 lacks a fix that main has and that core_r0.19.0 has as a patch. With the patches of
-        main a training would end with an error: they expect another shape of the padding mask.
+        The number of patches counts before the number of differing files: if a patch applies, the
+        tree lacks what the patch brings. Example: both series apply to 14346b65, and more of its
+        files are those of main than those of core_r0.19.0. But 14346b65 lacks a fix that is in main
+        and in a patch of core_r0.19.0. With the patches of main a training would end with an error:
+        they expect another shape of the padding mask.
         """
         tree = self.tree
         return len(self.left_out), -tree.num_patches, len(tree.differ), self.moved

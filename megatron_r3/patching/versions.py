@@ -12,7 +12,7 @@ name = "core_v0.19.0"           # how messages call the tree
 commit = "<40 hex>"             # for a tree that is in upstream's git
 pypi = "megatron-core==0.19.2"  # for a tree that is on PyPI, with
 sdist_sha256 = "<64 hex>"
-absent = ["<path>", ...]        # files of the series that this tree lacks: named and skipped
+absent = ["<path>", ...]        # files of the series that this tree lacks: apply skips them
 blobs = { "<path>" = ["<40 hex>", ...] }  # files whose base is not the one the patches name: their
                                 # blob ids (git hash-object FILE) before, between and after the
                                 # patches

@@ -6,7 +6,7 @@ microbatch that is active then. Such a function sees the routes of that microbat
 runs, in any order, and on any thread.
 
 Without an active microbatch every router is live. So an evaluation, a reference model or a critic
-never replays by accident. An exception ends the block too.
+never replays by accident. An exception ends the block too, so no routes stay active after it.
 
 A block ends with an error if no router took, compared or recorded anything in it. There is no error
 for `replaying(None)`, which is live on purpose, nor for a model chunk without MoE layers (a dense

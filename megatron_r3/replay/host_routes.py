@@ -29,7 +29,7 @@ class RouteSource(Protocol):
     def routes(
         self, rows_T: np.ndarray, layers: Sequence[int], into_LTK: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Ids `[len(layers), T, K]` of these rows, and where they were recorded, bool `[T]`.
+        """Ids `[len(layers), T, K]` of these rows, and which rows were recorded, bool `[T]`.
 
         The ids are uint8, or uint16 from 257 experts on (`routes.id_dtype`).
 

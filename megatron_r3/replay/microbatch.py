@@ -55,15 +55,14 @@ class ForwardPass:
 
     Attributes:
         microbatch: the routes of the block; None inside `replaying(None)`, which routes live.
-        number: of this pass among all passes of the process.
+        number: counts the passes of the process, from 1.
         asked: whether a router took, compared or recorded routes.
         bound: whether a function was bound in the block, to run later.
         bound_ran: whether a bound function ran.
         has_inner: whether another block was opened inside of this one.
         is_open: whether the block has not ended yet.
         ran: one module of each class that ran, up to the first router; empty after the block.
-        nothing: after the block, why no router asked, in words for an error; None where that is no
-            error.
+        nothing: after the block, why no router asked, as text for an error; None if it is no error.
     """
 
     __slots__ = (
@@ -80,7 +79,7 @@ class ForwardPass:
 
     @property
     def runs_later(self) -> bool:
-        """Whether the block has only bound functions, and none of these functions has run."""
+        """Whether functions were bound in the block and none of them has run yet."""
         return self.bound and not self.bound_ran
 
 
@@ -155,10 +154,10 @@ class MicrobatchRoutes:
     _first_pass: dict[int, int] = field(default_factory=dict, init=False)
     _given: dict[int, Tensor] = field(default_factory=dict, init=False)
     _wrong_LT: Tensor | None = field(default=None, init=False)  # what the check of the ids found
-    _num_experts: int = field(default=0, init=False)  # of the router that asked first
+    _num_experts: int = field(default=0, init=False)  # E, as the router has it that asked first
 
     def __post_init__(self) -> None:
-        """Keep the caller's ids apart from `ids`, into which live choices are written."""
+        """Check the arguments, and copy the dict `ids`, into which live choices are written."""
         if not isinstance(self.ids, Mapping):
             raise ReplayError(
                 f"MicrobatchRoutes: ids is {_described(self.ids)}; expected a dict with the ids "
@@ -317,8 +316,8 @@ class MicrobatchRoutes:
         if self.ids[layer_number].shape != (num_tokens, topk):
             raise ReplayError(self._other_shape(layer_number, num_tokens, topk))
         active = ACTIVE.get()
-        # Example: an old-policy pass and the training pass share one object. The first choice of a
-        # token without a route would be replayed in the second pass, and its mismatch reported.
+        # Example: an old-policy pass and the training pass share one object. The second pass would
+        # replay what tokens without a route chose in the first, and report the first's mismatch.
         number = _number(active)
         if self.chooses and self._first_pass.get(layer_number, number) != number:
             raise ReplayError(
@@ -396,7 +395,7 @@ class MicrobatchRoutes:
             if (live_T := self._live_in(layer_number)) is not None:
                 ids_TK = torch.where(live_T[:, None], chosen_TK.to(ids_TK.dtype), ids_TK)
                 self.ids[layer_number] = ids_TK
-            # after the live tokens have their own choice: such a token never differs
+            # by now `ids_TK` has the choice of the live tokens, so such a token never differs
             self._compare(layer_number, ids_TK, chosen_TK)
         return ids_TK
 

@@ -23,7 +23,7 @@ from megatron_r3.replay.rows import PADDING, router_order
 class RankLayout:
     """This rank's place in Megatron's process groups, and which part of a batch this rank has.
 
-    Make it after the process groups of `megatron.core.parallel_state`.
+    Create it after the process groups of `megatron.core.parallel_state`.
 
     Args:
         sequence_parallel: whether tensor parallelism splits sequences (`config.sequence_parallel`).
@@ -84,7 +84,7 @@ class RankLayout:
 
             whole = {"positions": torch.arange(length)[None].cuda()}
             options = {"is_hybrid_cp": False, "cp_group": mpu.get_context_parallel_group()}
-            # each release has some of these parameters
+            # not every release has both parameters
             accepted = inspect.signature(get_batch_on_this_cp_rank).parameters
             part = get_batch_on_this_cp_rank(
                 whole, **{name: value for name, value in options.items() if name in accepted}

@@ -50,7 +50,7 @@ KNOWN_NAMES = frozenset(
 )
 # Our own fields, which patch 1 declares.
 _OURS = re.compile("moe_router_replay")
-# Without the lookahead "mega" would match use_megatron_fsdp, which says nothing about routing.
+# Without `(?!tron)` "mega" would match use_megatron_fsdp, which has nothing to do with routing.
 _ABOUT_ROUTING = re.compile("moe|expert|rout(er|ing)|hash|mega(?!tron)")
 
 # The values of the options that choose between ways to route. Any other value is refused.

@@ -244,7 +244,7 @@ class Routes:
     ) -> Routes:
         """Check ids of any integer dtype and keep a copy of them in the smallest dtype.
 
-        It is a copy because the caller may use the array again: what was checked stays as it is.
+        The ids are copied, because the caller may change the array after the check.
 
         Args:
             first_token: what errors call row 0. The other arguments are those of `check_ids`.

@@ -104,7 +104,7 @@ class PlanHook:
         return replace(planned, received=planned.received.to(device, non_blocking=True))
 
     def _learn(self, dispatcher: Any, routing_map: Tensor) -> dict[str, Any]:
-        """What the dispatcher learns without a plan, by the names of LayerSizes."""
+        """What the dispatcher learns without a plan, by the field of LayerSizes."""
         if not hasattr(dispatcher, "preprocess"):  # all-gather: nothing but the local counts
             return {"tokens_per_expert": routing_map.sum(dim=0)}
         # `preprocess` asks this hook again; with `_comparing` the answer is that there is no plan.

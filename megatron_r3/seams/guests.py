@@ -146,7 +146,7 @@ class GuestLayer:
         return expert_I
 
     def _depart(self, hidden: Tensor, trip: Trip | None) -> tuple[Tensor, ...]:
-        """The hidden states, and the weights of this rank's guests one behind the other."""
+        """The hidden states, and the weights of this rank's guests, one after the other."""
         if not torch.is_grad_enabled() and trip is None:
             return (hidden,)
         if torch.is_grad_enabled() and trip is not None and not hidden.requires_grad:

@@ -57,7 +57,7 @@ def all_refusals(config: Any, upstream: Any) -> list[str]:
         upstream: the class TransformerConfig.
     """
     reasons = refusals(config, upstream) + absent_patches(config)
-    # guests are imported where one of their options is set, and nowhere else
+    # seams/guests.py is imported only if one of the guests' options is set
     of_guests = [f for f in dataclasses.fields(upstream) if f.name.startswith(_OF_GUESTS)]
     if any(getattr(config, field.name, field.default) != field.default for field in of_guests):
         from megatron_r3.seams.guests import guest_refusals

@@ -44,8 +44,8 @@ def use_rollouts(
     """The dataset provider and forward step that pretrain() uses instead of the script's own.
 
     Validation and test data, and their forward step, stay the script's. Without --rollouts all data
-    stay the script's: its own forward step must replay. Under --perform-rl-step the forward step
-    replays what Megatron's RL loop samples.
+    stay the script's, and the script's own forward step must replay. Under --perform-rl-step the
+    forward step replays what Megatron's RL loop samples.
     """
     global _step
     if args.rollouts is None and getattr(args, "perform_rl_step", False):
@@ -181,7 +181,7 @@ def _provider(step: RolloutStep, scripts: Provider, eval_iters: int) -> Provider
             _wait_for_the_first(options, store)
             train = training_data(sizes[0])
             if step.old_pass is not None:
-                # The thread that prepares micro-batches reads `train` during the pass.
+                # data of its own: the thread that prepares micro-batches reads `train` meanwhile
                 step.old_pass.data = training_data(sizes[0])
         except ValueError as error:
             refuse(str(error))
