@@ -87,19 +87,14 @@ def row_min(values_TW32):
 
 
 @triton.jit
-def valid_ids(ids_ptr, wanted, E: tl.constexpr):
-    """The ids as int32, in the shape of the pointers; -1 where unwanted, or where no expert."""
-    # int64 first: the id 2**40 must not become a valid one when its upper half is cut off
-    ids = tl.load(ids_ptr, mask=wanted, other=0).to(tl.int64)
-    return tl.where(wanted & (ids >= 0) & (ids < E), ids, -1).to(tl.int32)
-
-
-@triton.jit
 def load_ids(ids_ptr, rows_T, wanted_T, E: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """The given experts of wanted rows as int32 `[T, K]`; -1 in other rows and for wrong ids."""
     k_1K = tl.arange(0, BLOCK_K)[None, :]
-    ids_TK_ptr = ids_ptr + (rows_T * K)[:, None] + k_1K
-    return valid_ids(ids_TK_ptr, wanted_T[:, None] & (k_1K < K), E)
+    wanted_TK = wanted_T[:, None] & (k_1K < K)
+    ids_TK = tl.load(ids_ptr + (rows_T * K)[:, None] + k_1K, mask=wanted_TK, other=0)
+    # int64 first: the id 2**40 must not become a valid one when its upper half is cut off
+    ids_TK = ids_TK.to(tl.int64)
+    return tl.where(wanted_TK & (ids_TK >= 0) & (ids_TK < E), ids_TK, -1).to(tl.int32)
 
 
 @triton.jit
