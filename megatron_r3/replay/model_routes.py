@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_r3.replay.active import OPTION_OFF
 from megatron_r3.replay.host_routes import HostRoutes, RouteSource, read_routes
 from megatron_r3.replay.layers import local_routers, unwrapped
 from megatron_r3.replay.microbatch import MicrobatchRoutes, Mode
@@ -64,10 +65,7 @@ class ModelRoutes:
         routers = local_routers(module)
         config = self.config = module.config
         if routers and not config.moe_router_replay and not live:
-            raise ValueError(
-                "this model was built with moe_router_replay off: set it in the TransformerConfig "
-                "before the model is built"
-            )
+            raise ValueError(OPTION_OFF)
         self.layer_numbers = sorted(routers)
         self.layout = RankLayout(config.sequence_parallel)
         asks = config.moe_token_dispatcher_type in PLANNED_DISPATCHERS
