@@ -363,8 +363,11 @@ class MicrobatchRoutes:
                 host.
         """
         layers = list(self.ids)
-        if any(ids_TK.is_floating_point() for ids_TK in self.ids.values()):
-            raise ReplayError("expert ids must be integers")
+        for layer, ids_TK in self.ids.items():
+            if ids_TK.is_floating_point():
+                raise ReplayError(
+                    f"layer {layer}: expert ids must be integers; got {_described(ids_TK)}"
+                )
         if len({ids_TK.shape for ids_TK in self.ids.values()}) > 1:
             shapes = {layer: tuple(ids_TK.shape) for layer, ids_TK in self.ids.items()}
             raise ReplayError(

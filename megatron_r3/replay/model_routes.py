@@ -125,7 +125,7 @@ class ModelRoutes:
         """
         if rows_BS.device.type != "cpu" or rows_BS.dtype != torch.int64 or rows_BS.dim() != 2:
             raise ValueError(
-                "rows must be an int64 tensor [B, S] on the host; got "
+                "rows_BS must be an int64 tensor [B, S] on the host; got "
                 f"{rows_BS.dtype} {tuple(rows_BS.shape)} on {rows_BS.device}"
             )
         self._refuse_another_model(source.info)

@@ -74,9 +74,8 @@ class RankLayout:
     def _of_document(self, length: int) -> Tensor:
         """This rank's positions of a document, int64, as Megatron itself chooses them.
 
-        Megatron splits on the device. The choice depends on the length alone. So Megatron is asked
-        once for each length, with the positions 0, 1, 2 ... as the data, and the answer is kept on
-        the host. Example: 8 tokens, context parallel rank 0 of 2 (zig-zag): [0, 1, 6, 7].
+        Megatron splits on the device. The split depends on the length alone, so Megatron is asked
+        once for each length. Example: 8 tokens, context parallel rank 0 of 2: [0, 1, 6, 7].
         """
         if length not in self._positions:
             from megatron.core import mpu
