@@ -36,7 +36,9 @@ def test_the_check_can_fail() -> None:
     assert code.stack > 0
     row = {**code._asdict(), "most": 1.15}
     row["issue_of_memory"] = 0.1
-    assert wrong(row) == f"{code.stack} bytes of stack: its numbers do not fit into registers"
+    assert (
+        wrong(row) == f"{code.stack} bytes of stack: the kernel's values do not fit into registers"
+    )
     row |= {"stack": 0, "issue_of_memory": 2.0}
     assert wrong(row) == "issue / memory is 2.00; at most 1.15"
     row["accesses"] = {"LDG.E": 3}
