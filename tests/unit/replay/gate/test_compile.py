@@ -42,4 +42,4 @@ def test_the_check_can_fail() -> None:
     row |= {"stack": 0, "issue_of_memory": 2.0}
     assert wrong(row) == "issue / memory is 2.00; at most 1.15"
     row["accesses"] = {"LDG.E": 3}
-    assert wrong(row) == "no access has 16 bytes"
+    assert wrong(row) == "no load or store moves 16 bytes at once"
