@@ -1,6 +1,6 @@
 """What the ranks of a training do together: fail as one, and send tensors to each other.
 
-Without process groups there is one rank.
+Without process groups this process is the only rank.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def my_rank() -> int:
 
 
 def everyones(value: T) -> list[T]:
-    """What each rank has given, by rank. All ranks call it."""
+    """The `value` of each rank, in the order of ranks. All ranks call it."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -48,7 +48,7 @@ def agree(error: Exception | None) -> None:
 
 def _reason(error: Exception) -> str:
     text = one_line(str(error), 1000)
-    # An error that is no user's mistake is named: its text alone may say nothing.
+    # Any other type is a bug, not a user's mistake. Its text alone may say nothing.
     expected = isinstance(error, (ValueError, OSError)) and text
     return text if expected else f"{type(error).__name__}: {text}"
 
@@ -59,7 +59,7 @@ def together(step: Callable[[], T]) -> T:
     A rank that raised alone would leave the others waiting for it.
 
     Args:
-        step: it does not communicate.
+        step: called on every rank; it must not communicate.
 
     Returns:
         What the step returned on this rank.
@@ -83,13 +83,13 @@ def on_first_rank(step: Callable[[], None]) -> None:
 
 
 def send(tensor: Tensor, to: int) -> None:
-    """Send a tensor of any dtype and device to a rank; `receive` takes it there."""
-    # NCCL moves tensors of its GPU only, and gloo those of the host only.
+    """Send a tensor of any dtype and device to the rank `to`, which calls `receive`."""
+    # NCCL moves only tensors on the GPU, gloo only those on the host.
     dist.send(tensor.to(_device()).contiguous().flatten().view(torch.uint8), to)
 
 
 def receive(shape: tuple[int, ...], dtype: torch.dtype, sender: int) -> Tensor:
-    """The tensor that a rank sent, on the host."""
+    """The tensor that the rank `sender` sent, on the host."""
     tensor = torch.empty(shape, dtype=dtype, device=_device())
     dist.recv(tensor.flatten().view(torch.uint8), sender)
     return tensor.cpu()

@@ -1,9 +1,9 @@
 """Who knows the names of a model's weights: a family of this project, Megatron-Bridge, or mbridge.
 
-`auto` takes this project's family where there is one. The files have the same bytes through a
-bridge, but not every model of a family goes through one (a dense layer in a Qwen3-MoE, gpt-oss),
-and what is written must not depend on what else is installed: a training that is resumed compares
-its policies with those of before. For any other model `auto` takes Megatron-Bridge, then mbridge.
+`auto` takes this project's family where there is one, although a bridge writes the same bytes. For
+a bridge cannot move every model of a family (gpt-oss, a Qwen3-MoE with a dense layer). And the
+files must not depend on which packages are installed: a resumed training compares its policies with
+those that it wrote earlier. For any other model `auto` takes Megatron-Bridge, then mbridge.
 """
 
 from __future__ import annotations
@@ -39,9 +39,11 @@ class _Bridge:
     """A library that may be installed.
 
     Attributes:
-        module: what is imported.
-        known: the values that it knows, and the field of config.json that they are of.
-        translator: made with a title, transformers' config, and Megatron's TransformerConfig.
+        module: the name under which it is imported.
+        known: returns the models that the library knows, as values of a field of config.json, and
+            the name of that field.
+        translator: makes a Translator from a title, transformers' config, and Megatron's
+            TransformerConfig.
     """
 
     module: str
@@ -64,7 +66,7 @@ def choice_of_environment() -> str:
     """What MEGATRON_R3_HF_BRIDGE chooses; `auto` if it is not set.
 
     Raises:
-        ValueError: it is no choice.
+        ValueError: the variable is set to something that is not in CHOICES.
     """
     choice = os.environ.get(VARIABLE) or "auto"
     if choice not in CHOICES:
@@ -73,19 +75,19 @@ def choice_of_environment() -> str:
 
 
 def choose(choice: str, config: Mapping[str, Any], where: object, option: str = OPTION) -> str:
-    """Who moves the weights of a model, on this rank.
+    """Choose who converts the weights of a model, by the packages installed on this rank.
 
     Args:
         choice: one of CHOICES.
         config: config.json, which `where` names in messages.
-        option: what the user has set.
+        option: the option or variable that the user has set; messages name it.
 
     Returns:
         "own", or a key of BRIDGES.
 
     Raises:
-        ValueError: what was chosen is not installed or does not know the model; or, with `auto`,
-            nobody knows it.
+        ValueError: the chosen library is not installed or does not know the model; or, with
+            `auto`, no library knows the model.
     """
     model_type = config.get("model_type")
     if choice in BRIDGES:
@@ -103,7 +105,7 @@ def choose(choice: str, config: Mapping[str, Any], where: object, option: str = 
             return name
         reasons.append(reason)
     raise ValueError(
-        f"{where}: model_type is {quoted(model_type)}, which is none of this project's "
+        f"{where}: model_type is {quoted(model_type)}, which is not among this project's types "
         f"({', '.join(sorted(FAMILIES))}); {'; '.join(reasons)}"
     )
 
@@ -113,13 +115,13 @@ def _why_not(name: str, config: Mapping[str, Any]) -> str | None:
     bridge = BRIDGES[name]
     try:
         found = importlib.util.find_spec(bridge.module)
-    except ModuleNotFoundError:  # of the package `megatron`, which holds `megatron.bridge`
+    except ModuleNotFoundError:  # not even the parent package `megatron` is there
         found = None
     if found is None:
         return f"{name} is not installed (pip install {name})"
     try:
         known, field = bridge.known()
-    except Exception as error:  # of another project's import: any
+    except Exception as error:  # the import of a foreign package can raise anything
         return f"{_title(name)} cannot be imported: {_reason(error)}"
     theirs = config.get(field)
     if not known & {str(each) for each in (theirs if isinstance(theirs, list) else [theirs])}:
@@ -137,17 +139,17 @@ def _title(name: str) -> str:
 def chosen_family(
     choice: str, directory: Path, models: Sequence[torch.nn.Module], option: str = OPTION
 ) -> Family:
-    """The family that moves the weights between a model and a directory. All ranks call it.
+    """The family that converts weights between a model and a directory. All ranks call it.
 
     Args:
         choice: one of CHOICES.
         directory: a transformers directory of the model; weights need not be in it.
         models: this rank's model chunks, in Megatron's wrappers or without.
-        option: what the user has set.
+        option: as in `choose`.
 
     Raises:
-        ValueError: see `choose`; or the ranks have other packages installed; or the bridge cannot
-            move this model. The same on every rank.
+        ValueError: see `choose`; or the ranks have different packages installed; or the bridge
+            cannot move this model. All ranks raise the same.
     """
     where = directory / CONFIG
     config = together(lambda: read_config(directory))
@@ -156,7 +158,7 @@ def chosen_family(
     if len({*titles}) > 1:
         raise ValueError(
             f"{where}: weights would go through {', '.join(sorted({*titles}))} on different ranks; "
-            "install the same packages everywhere"
+            "install the same packages on all of them"
         )
     if name == "own":
         return family_named(config.get("model_type"), where)
@@ -174,13 +176,13 @@ def _bridged(
     models: Sequence[torch.nn.Module],
     places: Sequence[Place],
 ) -> BridgeFamily:
-    """The family that a bridge knows. What it cannot move is refused before anything is loaded."""
+    """A bridge's family. A model that the bridge cannot move is refused before weights are read."""
     chunk: Any = unwrapped(models[0])
     theirs, where = _hf_config(directory), directory / CONFIG
     try:
         translator = BRIDGES[name].translator(title, theirs, chunk.config)
-    except Exception as error:  # of another project: any
-        raise ValueError(f"{where}: {title} refuses it: {_reason(error)}") from error
+    except Exception as error:  # a foreign package can raise anything
+        raise ValueError(f"{where}: {title} refuses this config: {_reason(error)}") from error
     family = BridgeFamily(translator, theirs, places, shapes_of(directory))
     settings = settings_of(chunk, None)
     family.check(chunk.config, settings)
@@ -194,15 +196,15 @@ def _reason(error: Exception) -> str:
 
 
 def _hf_config(directory: Path) -> Any:
-    """transformers' config of a directory; its code, if it has any, is not run."""
+    """transformers' config of a directory, without running Python code that may lie there."""
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    except Exception as error:  # transformers checks the fields of some models, and not of others
+    except Exception as error:  # what a wrong field raises depends on the model's class
         where = directory / CONFIG
-        raise ValueError(f"{where}: transformers refuses it: {_reason(error)}") from error
-    # transformers 5 has the base in rope_parameters; the bridges read the name of transformers 4
+        raise ValueError(f"{where}: transformers refuses this config: {_reason(error)}") from error
+    # Transformers 5 keeps rope_theta in rope_parameters. The bridges read the attribute of old.
     if not hasattr(config, "rope_theta") and "rope_theta" in (rope := rope_of(vars(config))):
         config.rope_theta = rope["rope_theta"]
     return config

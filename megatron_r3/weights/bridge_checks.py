@@ -1,7 +1,7 @@
-"""Whether a config.json describes a Megatron model, where no family of this project knows it.
+"""Whether a config.json describes a Megatron model that belongs to no family of this project.
 
-Two things are compared with the Megatron model: config.json itself, and the config that the bridge
-would build from it. What neither of them is known to say is refused.
+The Megatron model is compared with config.json, and with the config that the bridge builds from
+config.json. A setting that neither comparison covers is refused.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from megatron_r3.replay.words import quoted
 from megatron_r3.weights.family import ModelSettings
 from megatron_r3.weights.known import BALANCING, defaults, rope_of, routes_itself
 
-# Fields of TransformerConfig that change what a model computes, and that a bridge gives. Those that
-# neither these lists nor _COMPARED name must be off.
+# Fields of TransformerConfig that change what a model computes, and that a bridge fills in. Such
+# fields that neither these lists nor _COMPARED name must have Megatron's default.
 _BUILT = """
 normalization layernorm_zero_centered_gamma gated_linear_unit activation_func add_bias_linear
 add_qkv_bias qk_layernorm multi_latent_attention attention_output_gate window_size softmax_type
@@ -37,12 +37,12 @@ _ABSENT = object()
 def compare_models(
     hf_config: Any, built: Any, title: str, config: Any, settings: ModelSettings
 ) -> None:
-    """Refuse a config.json that describes another model than a Megatron model is.
+    """Refuse a config.json that does not describe the Megatron model.
 
     Args:
-        hf_config: transformers' config, with transformers' own values of what config.json lacks.
-        built: what the bridge makes of it.
-        title: of the bridge.
+        hf_config: transformers' config, with transformers' defaults for what config.json lacks.
+        built: the config that the bridge builds from `hf_config`.
+        title: the bridge and its version.
         config: Megatron's TransformerConfig.
 
     Raises:
@@ -61,16 +61,16 @@ def compare_models(
         ours, theirs = getattr(config, name, None), getattr(built, name, None)
         # None, False and 0 all say that an option is off
         if theirs != ours and (theirs or ours):
-            raise _other(f"{title} makes {name} {_shown(theirs)} of it", _shown(ours))
+            raise _other(f"{title} reads {name} as {_shown(theirs)}", _shown(ours))
     moe, theirs_moe = (_moe_layers(each) for each in (config, built))
     if moe != theirs_moe:
-        raise _other(f"{title} gives the layers {theirs_moe} experts", str(moe))
+        raise _other(f"{title} puts experts into the layers {theirs_moe}", str(moe))
     if len(moe) < config.num_layers and built.ffn_hidden_size != config.ffn_hidden_size:
         raise _other(f"ffn_hidden_size is {built.ffn_hidden_size}", str(config.ffn_hidden_size))
 
 
 def _expected(hf_config: Any, config: Any, settings: ModelSettings) -> dict[str, Any]:
-    """Fields of config.json, and what the Megatron model would have there."""
+    """The values that config.json must have to describe the Megatron model, by field."""
     expected = {
         "num_hidden_layers": config.num_layers,
         "hidden_size": config.hidden_size,
@@ -94,12 +94,15 @@ def _expected(hf_config: Any, config: Any, settings: ModelSettings) -> dict[str,
         raise _other(f"partial_rotary_factor is {quoted(turned)}", str(settings.rotary_percent))
     kinds = {settings.position_embedding_type, getattr(config, "rope_type", "rope")}
     if kinds != {"rope"} or settings.rotary_scaling or settings.interpolation:
-        raise ValueError("through a bridge only models with plain RoPE are moved")
+        raise ValueError(
+            "through a bridge only models with plain RoPE can be moved; Megatron's arguments set "
+            "another position embedding, or scale or interpolate RoPE"
+        )
     return expected
 
 
 def _refuse_unknown(hf_config: Any, title: str) -> None:
-    """Refuse what changes a model and is compared by no field."""
+    """Refuse fields of config.json that change a model and that `_expected` does not compare."""
     kind = rope_of(vars(hf_config)).get("rope_type", "default")
     kinds = {*(getattr(hf_config, "layer_types", None) or ())} - {"full_attention"}
     for name, value, can in (
@@ -110,19 +113,19 @@ def _refuse_unknown(hf_config: Any, title: str) -> None:
         if value != can:
             raise ValueError(
                 f"{name} is {quoted(value)}; through {title} only {quoted(can)} can be moved, "
-                "because nothing here compares it with Megatron's arguments"
+                f"because {name} is not compared with Megatron's arguments"
             )
 
 
 def _refuse_odd(config: Any, title: str) -> None:
-    """Refuse a field of TransformerConfig that is set and that nothing here compares."""
+    """Refuse a field of TransformerConfig that is not at its default and is not compared."""
     expected = defaults(type(config))
     for name in expected.keys() - {*_BUILT, *_BUILT_MOE, *_BUILT_MLA, *_COMPARED}:
         value = getattr(config, name)
         if routes_itself(value) if name == BALANCING else value != expected[name]:
             raise ValueError(
                 f"{name} is {_shown(value)}; through {title} only {_shown(expected[name])} can be "
-                "moved, because nothing compares it with config.json"
+                f"moved, because {name} is not compared with config.json"
             )
 
 
@@ -135,4 +138,4 @@ def _shown(value: Any) -> str:
 
 
 def _other(theirs: str, ours: str) -> ValueError:
-    return ValueError(f"{theirs}; Megatron's arguments make it {ours}: other model arguments")
+    return ValueError(f"{theirs}; Megatron's arguments say {ours}: give this model's arguments")

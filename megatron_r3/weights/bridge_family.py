@@ -1,15 +1,15 @@
 """A model family that mbridge or Megatron-Bridge knows, tensor by tensor.
 
-A bridge says what transformers calls a Megatron tensor, and how the values of one make the other.
-The rest is as for the families of this project: which rank has what, how ranks fail together, the
-files, the dtypes. The libraries' own export and import are not called, because they
+A bridge gives transformers' names for a Megatron tensor, and converts the values. All else (what
+each rank sends, errors on all ranks, files, dtypes) is as for the families of this project. The
+libraries' own export and import are not called, because they
 
-- pass over a tensor that they have no name for (Megatron-Bridge, with a warning),
-- know the names of Transformer Engine's experts only, not of the local layers' (both),
-- leave the other ranks waiting where one rank fails in the middle,
+- skip a tensor for which they have no name (Megatron-Bridge, with a warning),
+- know the names of experts in Transformer Engine's layers only, not in local ones (both),
+- leave the other ranks waiting when one rank fails midway,
 - put each tensor on every rank.
 
-A bridge is not believed: what it has converted is converted back, and must have the same bits.
+A bridge is not trusted: each converted tensor is converted back, and must have the same bits.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class Translator(Protocol):
-    """What one bridge knows of one model. Nothing here communicates.
+    """What one bridge knows of one model. Its methods do not communicate.
 
     Attributes:
         title: the bridge and its version.
@@ -43,7 +43,7 @@ class Translator(Protocol):
     title: str
 
     def built(self) -> Any:
-        """What the bridge makes of config.json, with the fields of Megatron's TransformerConfig."""
+        """The bridge's config for config.json, with the fields of Megatron's TransformerConfig."""
 
     def names(self, name: str) -> tuple[str, ...] | None:
         """The transformers tensors of Megatron's tensor `name`; None if the bridge knows none."""
@@ -52,20 +52,20 @@ class Translator(Protocol):
         """A whole Megatron tensor as transformers' tensors, by name."""
 
     def to_megatron(self, name: str, parts: Sequence[Tensor]) -> Tensor:
-        """The inverse; the parts in the order of `names`."""
+        """The inverse of `to_hf`; `parts` are in the order of `names`."""
 
 
 class BridgeFamily:
-    """The family (`megatron_r3.weights.family.Family`) that a bridge knows.
+    """A family (`megatron_r3.weights.family.Family`) with a bridge's names and conversions.
 
-    Where this project has a family of the same type, what that family checks is checked here too.
+    If this project has a family of the same model type, that family's checks are made too.
 
     Args:
-        translator: of the bridge.
+        translator: the bridge's, for this model.
         hf_config: transformers' config of the model.
         places: all tensors of the Megatron model.
-        shapes: of the tensors of a transformers directory of the model, by name; empty if it has
-            no weights. What is written must have these names and shapes.
+        shapes: the shapes of the tensors in a transformers directory of the model, by name; empty
+            if that directory has no weights. Written tensors must have these names and shapes.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class BridgeFamily:
         self._own = FAMILIES.get(self.model_type)
 
     def check(self, config: Any, settings: ModelSettings) -> None:
-        """See `Family`; only a family of this project can say."""
+        """See `Family`; without a family of this project nothing is checked here."""
         if self._own is not None:
             self._own.check(config, settings)
 
@@ -96,7 +96,7 @@ class BridgeFamily:
         return bool(predicts) and follows_last_layer(name, config)
 
     def compare(self, hf_config: Mapping[str, Any], config: Any, settings: ModelSettings) -> None:
-        """See `Family`; for a model of no family the bridge's own config is compared."""
+        """See `Family`; without a family of this project `compare_models` compares."""
         if self._own is not None:
             self._own.compare(hf_config, config, settings)
             return
@@ -107,8 +107,8 @@ class BridgeFamily:
         """All tensors of the model.
 
         Raises:
-            ValueError: the bridge has no name for a tensor, or the same for two; or its names are
-                not those of the directory.
+            ValueError: the bridge has no name for a tensor, or one name for two tensors; or its
+                names are not those of the directory.
         """
         mapped = [self._mapped(place) for place in self._places]
         where: dict[str, Place] = {}
@@ -116,8 +116,8 @@ class BridgeFamily:
             for name in entry.names:
                 if name in where:
                     raise ValueError(
-                        f"{self._translator.title} makes {name} of several tensors "
-                        f"({where[name]}, {entry.places[0]}), which is not done here"
+                        f"{self._translator.title} makes {name} of several Megatron tensors "
+                        f"({where[name]}, {entry.places[0]}); such a model cannot be moved"
                     )
                 where[name] = entry.places[0]
         if self._shapes:
@@ -125,7 +125,7 @@ class BridgeFamily:
             if differing := sorted({*others} ^ where.keys()):
                 raise ValueError(
                     f"{self._translator.title} and the transformers directory do not have the "
-                    f"same tensors: {differing[:3]} ({len(differing)} of them) are in one only"
+                    f"same tensors: {len(differing)} are in only one of them, e.g. {differing[:3]}"
                 )
         return mapped
 
@@ -137,7 +137,7 @@ class BridgeFamily:
         if len(set(found.values())) != 1:
             raise ValueError(
                 f"{self._translator.title} has no name for {place} of a {self.model_type} model, "
-                "or several: it would be lost"
+                "or more than one: that tensor would be lost"
             )
         name, names = next(iter(found.items()))
 
@@ -165,13 +165,13 @@ class BridgeFamily:
         return [parts[each] for each in names]
 
     def _check_shapes(self, place: Place, names: Sequence[str], parts: Sequence[Tensor]) -> None:
-        rows = slice(1 if place in VOCABULARY else 0, None)  # the padding is not yet cut off
+        rows = slice(1 if place in VOCABULARY else 0, None)  # its padding is cut off later
         for name, part in zip(names, parts, strict=True):
             want = self._shapes.get(name)
             if want is not None and want[rows] != tuple(part.shape)[rows]:
                 raise ValueError(
                     f"{self._translator.title} makes {name} {tuple(part.shape)} of {place}; the "
-                    f"transformers directory has {want}: other model arguments"
+                    f"transformers directory has {want}: give this model's arguments"
                 )
 
     def _refuse_changed(
@@ -179,19 +179,19 @@ class BridgeFamily:
     ) -> None:
         if not all(_same_bits(a, b) for a, b in zip(before, after, strict=True)):
             raise ValueError(
-                f"{self._translator.title} does not bring {place} back as it was: other model "
-                "arguments, or the bridge rounds it"
+                f"{self._translator.title} does not bring {place} back as it was: it rounds, or "
+                "the model arguments are not those of this model"
             )
 
     def _asked(self, what: object, question: Callable[[], T]) -> T:
-        """What the bridge answers; its errors name it.
+        """The answer of the bridge to `question`; an error names the bridge and `what`.
 
         Raises:
             ValueError: the bridge has raised.
         """
         try:
             return question()
-        except Exception as error:  # of another project: any
+        except Exception as error:  # a foreign package can raise anything
             reason = one_line(str(error), 500)
             raise ValueError(
                 f"{self._translator.title} fails on {what}: {type(error).__name__}: {reason}"
@@ -199,7 +199,7 @@ class BridgeFamily:
 
 
 def spellings(place: Place) -> list[str]:
-    """The names of a tensor in Megatron: with Transformer Engine's layers, and with the local ones.
+    """Megatron's names of a tensor: with Transformer Engine's layers, and with the local layers.
 
     Example: `decoder.layers.3.self_attention.linear_qkv.layer_norm_weight` and
     `decoder.layers.3.input_layernorm.weight`.
@@ -221,7 +221,7 @@ def shapes_of(directory: Path) -> dict[str, tuple[int, ...]]:
     """The shapes of a transformers directory's tensors, by name; none if it has no weights.
 
     Raises:
-        ValueError: a file of it is missing, or not whole.
+        ValueError: a file of weights is missing, or not whole.
     """
     if not next(directory.glob("*.safetensors"), None):
         return {}
@@ -232,5 +232,5 @@ def shapes_of(directory: Path) -> dict[str, tuple[int, ...]]:
 def _same_bits(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    # Bits are compared, because a NaN does not equal itself; writing a policy refuses a NaN.
+    # By bits, because a NaN does not equal itself. `write_policy` refuses NaN, not this function.
     return torch.equal(*(t.contiguous().flatten().view(torch.uint8) for t in (one, other)))

@@ -1,7 +1,7 @@
-"""mbridge's names and shapes, tensor by tensor (read and run: 0.15.1, from PyPI).
+"""mbridge's names and conversions, tensor by tensor (read and run: 0.15.1, from PyPI).
 
-Only what mbridge knows of a model is taken: `_weight_name_mapping_mcore_to_hf`,
-`_weight_to_hf_format` and `_weight_to_mcore_format`, which each of its models may override. Its
+Names and values come from three methods that each of mbridge's models may override:
+`_weight_name_mapping_mcore_to_hf`, `_weight_to_hf_format` and `_weight_to_mcore_format`. mbridge's
 `export_weights` and `load_weights` are not called: megatron_r3.weights.bridge_family says why.
 """
 
@@ -12,16 +12,18 @@ from typing import Any
 
 from torch import Tensor
 
-# how mbridge says that it has no name for a tensor
+# what mbridge raises for a tensor for which it has no name
 _UNKNOWN = (NotImplementedError, KeyError, IndexError, AssertionError)
 
 
 class Mbridge:
     """The translator (`megatron_r3.weights.bridge_family.Translator`) of one model.
 
+    Megatron's process groups must exist.
+
     Args:
-        title: what messages call it, with its version.
-        hf_config: transformers' config of the model. Process groups of Megatron exist.
+        title: mbridge and its version, for messages.
+        hf_config: transformers' config of the model.
         config: Megatron's TransformerConfig.
     """
 
@@ -30,7 +32,8 @@ class Mbridge:
         from mbridge.core.bridge import _MODEL_REGISTRY
 
         self.title = title
-        # A model with tied embeddings changes this table of its class, also for untied ones.
+        # For a model with tied embeddings mbridge changes this table of the class, which later
+        # untied models would read too. So the table is put back.
         names = _MODEL_REGISTRY[hf_config.model_type]._DIRECT_MAPPING
         before = dict(names)
         try:
@@ -39,7 +42,7 @@ class Mbridge:
         finally:
             names.clear()
             names.update(before)
-        self._bridge.dtype = None  # else it rounds what it reads to bfloat16
+        self._bridge.dtype = None  # else mbridge rounds weights to bfloat16
 
     def built(self) -> Any:
         """The TransformerConfig that mbridge makes of config.json."""
@@ -58,16 +61,16 @@ class Mbridge:
         return dict(zip(names, tensors, strict=True))
 
     def to_megatron(self, name: str, parts: Sequence[Tensor]) -> Tensor:
-        """The inverse; the parts in the order of `names`."""
+        """The inverse of `to_hf`; `parts` are in the order of `names`."""
         whole: Tensor = self._bridge._weight_to_mcore_format(name, list(parts))
         return whole
 
 
 def known_models() -> tuple[set[str], str]:
-    """The values that mbridge knows, and the field of config.json that they are of.
+    """The models that mbridge knows, as values of a field of config.json, and that field's name.
 
     Raises:
-        ImportError: and any other error of mbridge's import.
+        ImportError: mbridge cannot be imported. Its import may raise other errors too.
     """
     from mbridge import AutoBridge
 

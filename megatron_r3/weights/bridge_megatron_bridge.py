@@ -1,8 +1,8 @@
-"""Megatron-Bridge's names and shapes, tensor by tensor (read and run: 0.3.1, from PyPI).
+"""Megatron-Bridge's names and conversions, tensor by tensor (read and run: 0.3.1, from PyPI).
 
-Only what Megatron-Bridge knows of a model is taken: the mappings of its `mapping_registry()`, and
-what a model changes before or after them. Its `export_hf_weights` and `load_hf_weights` are not
-called: megatron_r3.weights.bridge_family says why.
+Names and values come from the mappings of a model's `mapping_registry()`, and from what the model's
+bridge changes before or after a mapping. `export_hf_weights` and `load_hf_weights` of
+Megatron-Bridge are not called: megatron_r3.weights.bridge_family says why.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class MegatronBridge:
     """The translator (`megatron_r3.weights.bridge_family.Translator`) of one model.
 
     Args:
-        title: what messages call it, with its version.
+        title: Megatron-Bridge and its version, for messages.
         hf_config: transformers' config of the model.
         config: Megatron's TransformerConfig.
     """
@@ -37,9 +37,9 @@ class MegatronBridge:
         self._module = _Whole(config)
 
     def built(self) -> Any:
-        """The provider that Megatron-Bridge makes of config.json; it has TransformerConfig's names.
+        """Megatron-Bridge's provider for config.json, which has TransformerConfig's fields.
 
-        It is not finalized: what Megatron works out of other fields is None.
+        The provider is not finalized: a field that Megatron derives from other fields is None.
         """
         return self._auto.to_megatron_provider(load_weights=False)
 
@@ -62,7 +62,7 @@ class MegatronBridge:
             return dict(self._bridge.maybe_modify_converted_hf_weight(task, converted, {}))
 
     def to_megatron(self, name: str, parts: Sequence[Tensor]) -> Tensor:
-        """The inverse; the parts in the order of `names`."""
+        """The inverse of `to_hf`; `parts` are in the order of `names`."""
         mapping = self._mapping(name)
         state = dict(zip(self.names(name) or (), parts, strict=True))
         with _alone():
@@ -76,9 +76,9 @@ class MegatronBridge:
 
 
 class _Whole(torch.nn.Module):
-    """Stands for the module of a tensor that no rank has a part of: it is whole and on the host.
+    """Stands for the Megatron module of a tensor that is whole and on the host.
 
-    Megatron-Bridge asks a module for the config, how its weight is split, and on which device.
+    A mapping asks the module for the config, for how the weight is split, and for the device.
     """
 
     tensor_model_parallel = False
@@ -91,11 +91,11 @@ class _Whole(torch.nn.Module):
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """While this is open, a mapping takes tensors as they are, and sends nothing to other ranks.
+    """Inside the block a mapping converts whole tensors, and sends nothing to other ranks.
 
-    A mapping looks up Megatron's process groups when it is made, and takes each as one rank where
-    there are none. An expert's tensor it gathers even then, from a group that is None, which is
-    the group of all ranks; and it takes away each axis of size 1 there.
+    A mapping's constructor looks up Megatron's process groups; without them the mapping assumes one
+    rank. But it gathers an expert's tensor even then: its group is None, which torch takes for all
+    ranks, and the gather drops each axis of size 1. So that gather is replaced too.
     """
     from megatron.bridge.models.conversion import param_mapping
 
@@ -110,10 +110,11 @@ def _alone() -> Iterator[None]:
 
 
 def known_models() -> tuple[set[str], str]:
-    """The values that Megatron-Bridge knows, and the field of config.json that they are of.
+    """The models that Megatron-Bridge knows, as values of a config.json field, and its name.
 
     Raises:
-        ImportError: and any other error of the import, which needs Transformer Engine.
+        ImportError: Megatron-Bridge, or Transformer Engine, which it needs, cannot be imported.
+            The import may raise other errors too.
     """
     from megatron.bridge import AutoBridge
 

@@ -32,7 +32,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 # CheckpointException derives from BaseException, so `except Exception` alone would let it pass.
 _FAILURES = (Exception, CheckpointException)
-# the beginnings of the names of weights; others, e.g. `optimizer` and `rng_state`, are not weights
+# the first parts of the keys of weights; e.g. `optimizer` and `rng_state` are not weights
 _WEIGHTS = ("embedding", "encoder", "decoder", "mtp", "output_layer")
 _VOCABULARY = {place.key for place in VOCABULARY}
 
@@ -41,7 +41,7 @@ def check_load(args: Any) -> None:
     """Refuse arguments that name no checkpoint.
 
     Raises:
-        ValueError: there is no --load, or no checkpoint in it.
+        ValueError: --load is missing, or holds no checkpoint.
     """
     from megatron.training.checkpointing import get_checkpoint_tracker_filename
 
@@ -53,20 +53,20 @@ def check_load(args: Any) -> None:
 
 
 def load_whole(models: Sequence[torch.nn.Module], args: Any) -> None:
-    """Load the checkpoint `args.load` into a model, all of it. All ranks call it.
+    """Load the whole checkpoint `args.load` into a model. All ranks call it.
 
     Args:
         models: this rank's model chunks.
-        args: Megatron's.
+        args: Megatron's parsed arguments.
 
     Raises:
         ValueError: the checkpoint cannot be read, or has other tensors, shapes or settings than
-            the model; the model is then useless. In several processes also a checkpoint that is
-            not in Megatron's distributed format, which fits one layout only.
+            the model, whose weights are then useless. With several processes, also a checkpoint
+            that is not in Megatron's distributed format: only one layout can load such a one.
     """
     from megatron.training.checkpointing import load_checkpoint
 
-    models = [unwrapped(model) for model in models]  # Megatron loads into what it unwraps
+    models = [unwrapped(model) for model in models]  # Megatron loads into unwrapped chunks too
     args.finetune = False  # else Megatron does not compare its arguments with the checkpoint's
     args.no_load_optim = args.no_load_rng = True
     # a value that is still NaN afterwards was not loaded
@@ -83,8 +83,8 @@ def load_whole(models: Sequence[torch.nn.Module], args: Any) -> None:
         raise ValueError(f"{where}: cannot be loaded into this model: {_reason(error)}") from error
     if not is_compared and my_rank() == 0:
         print(
-            f"warning: {where}: it has no arguments of its own, so that nobody can tell whether "
-            "those of now make the same model",
+            f"warning: {where}: the checkpoint holds no arguments, so yours could not be compared "
+            "with them",
             file=sys.stderr,
         )
     together(lambda: _refuse_nan(models, where))
@@ -121,19 +121,22 @@ def _floats(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 @contextmanager
 def _comparing(models: Sequence[Any], args: Any) -> Iterator[list[bool]]:
-    """While this is open, compare a checkpoint with the model before it is loaded.
+    """Inside the block, a checkpoint is compared with the model before Megatron loads it.
 
-    Megatron offers no hook for that. So three functions are replaced that its `load_checkpoint`
+    Megatron has no hook for that. So three functions are replaced that its `load_checkpoint`
     (megatron/training/checkpointing.py) calls: the loader of distributed checkpoints, the
     comparison of arguments, and the models' own `load_state_dict` for checkpoints in one file.
-    What no shape shows (how many experts a token takes, the base of RoPE) only the arguments do.
+    The arguments show what no shape does: how many experts a token takes, the base of RoPE.
+
+    Yields:
+        An empty list, which gets an entry once the checkpoint's arguments have been compared.
     """
     from megatron.training import checkpointing
 
     dist = checkpointing.dist_checkpointing
     dist_load, check_args = dist.load, checkpointing.check_checkpoint_args
     is_distributed = False
-    is_compared: list[bool] = []  # with the checkpoint's own arguments
+    is_compared: list[bool] = []
 
     def compared_dist_load(state: Any, directory: Any, *rest: Any, **more: Any) -> Any:
         nonlocal is_distributed
@@ -151,7 +154,7 @@ def _comparing(models: Sequence[Any], args: Any) -> Iterator[list[bool]]:
         check_args(saved, **more)
         others = differing(saved, args, built_from(args))
         if said := [f"{name} {then}, the arguments say {now}" for name, then, now in others]:
-            raise ValueError(f"it has {'; '.join(said)}: give each as the checkpoint has it")
+            raise ValueError(f"it has {'; '.join(said)}: give the checkpoint's values")
         is_compared.append(True)
 
     def compared_into(model: Any) -> Any:
@@ -159,12 +162,12 @@ def _comparing(models: Sequence[Any], args: Any) -> Iterator[list[bool]]:
 
         def compared_load_state_dict(state: Mapping[str, Any], strict: bool = True) -> Any:
             if args.world_size > 1 and not is_distributed:
-                raise ValueError("its format is not torch_dist, so only one process can load it")
+                raise ValueError("its format is not torch_dist, so one process must load it")
             theirs = {name: tuple(tensor.shape) for name, tensor in _floats(state).items()}
             ours = {n: tuple(tensor.shape) for n, tensor in _floats(model.state_dict()).items()}
             _compare(ours, theirs)
-            # Weights are the same on both sides now; extra states may differ. Megatron itself
-            # tries a second time with strict=False where a strict load fails.
+            # Both sides have the same weights, so only extra states may still differ. When a strict
+            # load fails, Megatron itself tries again with strict=False.
             return into_model(state, strict=False)
 
         return compared_load_state_dict
@@ -204,7 +207,8 @@ def _compare(ours: Shapes, theirs: Shapes, vocab_size: int | None = None) -> Non
             want, got = want[1:], got[1:]
         if want != got:
             raise ValueError(
-                f"its {name} is {theirs[name]}, the model's is {shape}: other model arguments"
+                f"its {name} is {theirs[name]}, the model's is {shape}: give the model arguments "
+                "of the checkpoint"
             )
 
 
@@ -212,7 +216,7 @@ def check_save(args: Any) -> None:
     """Refuse arguments that name no place for a new checkpoint.
 
     Raises:
-        ValueError: there is no --save, it holds a checkpoint, or it cannot be written.
+        ValueError: --save is missing, holds a checkpoint already, or cannot be written.
     """
     from megatron.training.checkpointing import get_checkpoint_tracker_filename
 
@@ -241,7 +245,7 @@ def save_whole(models: Sequence[torch.nn.Module], args: Any) -> None:
         models: this rank's model chunks.
 
     Raises:
-        ValueError: the checkpoint cannot be written; nothing is left of it then.
+        ValueError: the checkpoint cannot be written; a part that was written is removed.
     """
     from megatron.training.checkpointing import get_checkpoint_tracker_filename, save_checkpoint
 

@@ -20,7 +20,7 @@ from megatron_r3.weights.all_ranks import my_rank, on_first_rank, together
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# What belongs to a model beside its weights: also the code of tokenizers that transformers lacks.
+# The other files of a model; `*.py` is the code of a tokenizer that transformers does not have.
 _BESIDE_WEIGHTS = (
     *("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
     *("vocab*", "merges.txt", "*.model", "chat_template*", "*.py"),
@@ -30,8 +30,8 @@ _BESIDE_WEIGHTS = (
 class Reading(ExitStack):
     """The tensors of a transformers directory, each read when it is asked for.
 
-    Use it as a context manager. With an index (several files) the files are those that the index
-    names; without, they are all *.safetensors.
+    This is a context manager. It opens the files that the directory's index names or, without an
+    index, all *.safetensors.
 
     Raises:
         ValueError: a file is missing, not whole, or has a tensor that another has too; or there
@@ -42,7 +42,7 @@ class Reading(ExitStack):
         super().__init__()
         self.directory = directory
         self._of: dict[str, Any] = {}  # the open file of each tensor
-        with ExitStack() as opened:  # a file that is refused leaves none open
+        with ExitStack() as opened:  # closes all files if one is refused
             for path in _files_of(directory):
                 try:
                     file = opened.enter_context(safe_open(path, framework="pt"))
@@ -59,7 +59,7 @@ class Reading(ExitStack):
 
     @property
     def names(self) -> set[str]:
-        """Of all tensors."""
+        """The names of all tensors."""
         return set(self._of)
 
     def tensor(self, name: str) -> Tensor:
@@ -76,7 +76,7 @@ class Reading(ExitStack):
         return tensor
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, which is not read for that."""
+        """The shape of a tensor, without reading the tensor."""
         return tuple(self._of[name].get_slice(name).get_shape())
 
 
@@ -110,16 +110,20 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def dtype_of(config: Mapping[str, Any], file: Path) -> torch.dtype:
-    """The dtype of the weights beside a config.json; bfloat16 if `file` does not say it.
+    """The dtype of the weights that a config.json names; bfloat16 if it names none.
+
+    Args:
+        config: the content of `file`.
+        file: the config.json, named in messages.
 
     Raises:
-        ValueError: it is none in which weights are written.
+        ValueError: weights are not written in that dtype.
     """
     names = {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES}
     name = str(config.get("dtype", config.get("torch_dtype", "bfloat16")))
     if name not in names:
         raise ValueError(
-            f"{file}: dtype {quoted(name)}; a policy is published in one of {', '.join(names)}"
+            f"{file}: dtype {quoted(name)}; weights are written in one of {', '.join(names)}"
         )
     return names[name]
 
@@ -134,16 +138,16 @@ def check_target(directory: Path) -> None:
         directory.exists() and (not directory.is_dir() or any(directory.iterdir()))
     ):
         raise ValueError(
-            f"{directory}: there is something already: move it away, or choose another folder"
+            f"{directory}: something is there already: move it away, or choose another folder"
         )
 
 
 @contextmanager
 def writing(directory: Path) -> Iterator[None]:
-    """Say of a write that fails which directory it was for.
+    """If a write inside the block fails, name `directory` in the error.
 
     Raises:
-        ValueError: the reason of what failed.
+        ValueError: a write has failed; the message has the reason.
     """
     try:
         yield
@@ -156,15 +160,16 @@ def writing(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def appearing(directory: Path) -> Iterator[Path]:
-    """A folder that gets the name `directory` at the end, or goes. All ranks enter and leave it.
+    """A folder that is renamed to `directory` at the end, or removed after an error.
 
-    Until then it lies beside as `.NAME.part`. A rank that is killed may leave it; whoever writes
-    `directory` next removes it. All ranks must see the same file system.
+    All ranks enter and leave the block, and must see the same file system. An error inside it must
+    be raised on all ranks (see `all_ranks.together`).
 
-    What is raised inside must be raised on all ranks (`ranks.together`).
+    Inside the block the folder is `.NAME.part`, beside `directory`. If rank 0 is killed, the folder
+    stays until somebody writes `directory` again.
 
     Raises:
-        ValueError: the folder cannot be made or named; the same on every rank.
+        ValueError: the folder cannot be made or renamed; all ranks raise the same.
     """
     part = directory.parent / f".{directory.name}.part"
 
@@ -193,7 +198,7 @@ def appearing(directory: Path) -> Iterator[Path]:
 
 
 def write_json(file: Path, value: object) -> None:
-    """Write a JSON file as transformers writes its own."""
+    """Write a JSON file in transformers' layout: indented by two spaces."""
     file.write_text(json.dumps(value, indent=2) + "\n")
 
 

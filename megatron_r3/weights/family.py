@@ -1,7 +1,7 @@
-"""What a model family says of itself, and what the families share.
+"""The interface of a model family, and what all families share.
 
 A family (families/) maps whole Megatron tensors to whole transformers tensors, and Megatron's
-config to config.json. How a model is split over ranks is not its concern.
+config to config.json. A family knows nothing of how a model is split over ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Change = Callable[[list[Tensor]], list[Tensor]]
 EMBEDDING = Place("embedding.word_embeddings.weight")
 FINAL_NORM = Place("decoder.final_layernorm.weight")
 HEAD = Place("output_layer.weight")
-# Megatron pads these to a multiple of some number of rows; transformers does not.
+# Megatron pads the rows of these tensors to a multiple of some number; transformers does not.
 VOCABULARY = (EMBEDDING, HEAD)
 
 
@@ -36,10 +36,10 @@ class ModelSettings:
         tied: whether the head shares the weights of the embedding.
         position_embedding_type: "rope", "yarn", ...
         rotary_base: theta of RoPE.
-        rotary_percent: the part of a head that RoPE turns.
+        rotary_percent: the part of a head that RoPE rotates, 1.0 for all of it.
         rotary_scaling: whether RoPE's frequencies are scaled as Llama 3.1 scales them.
-        interpolation: by how much RoPE's positions are divided; None means by nothing.
-        max_positions: the longest sequence of which Megatron was told.
+        interpolation: the number by which RoPE's positions are divided; None if they are not.
+        max_positions: Megatron's --max-position-embeddings.
     """
 
     vocab_size: int | None
@@ -72,7 +72,7 @@ def settings_of(model: torch.nn.Module, vocab_size: int | None) -> ModelSettings
 
 
 def _interpolation(chunk: Any) -> float | None:
-    """By how much RoPE's positions are divided. Only the embedding of positions keeps it."""
+    """`interpolation` of ModelSettings, which only the module of position embeddings stores."""
     rotary = getattr(chunk, "rotary_pos_emb", None)  # MLA and models without RoPE have none here
     factor = getattr(rotary, "seq_len_interpolation_factor", None)
     return None if factor == 1 else factor
@@ -82,16 +82,16 @@ def _interpolation(chunk: Any) -> float | None:
 class Mapped:
     """Whole Megatron tensors, and the whole transformers tensors that hold the same values.
 
-    Example: `linear_qkv` is one place and three names. A family whose experts are one tensor in
-    transformers has a place for each expert, and one name.
+    Example: `linear_qkv` is one place and three names. If transformers has all experts of a layer
+    in one tensor, there is a place for each expert, and one name.
 
     Attributes:
         places: all of one layer, or all outside of the layers.
         names: of the transformers tensors.
         to_hf: from the tensors of `places` to those of `names`. Both may share memory.
-        to_megatron: the inverse.
-        dtype: what the directory holds; None means that the caller chooses. A family gives it where
-            transformers keeps a tensor in float32.
+        to_megatron: the inverse of `to_hf`.
+        dtype: float32 for tensors that transformers always stores in it; None for the others, whose
+            dtype the caller chooses.
     """
 
     places: tuple[Place, ...]
@@ -125,34 +125,34 @@ class Family(Protocol):
         """All tensors of the model, in any order."""
 
     def is_left_out(self, name: str, config: Any) -> bool:
-        """Whether reading passes over a transformers tensor: that of a layer for prediction (MTP).
+        """Whether reading skips a transformers tensor, as that of a layer for prediction (MTP).
 
-        transformers itself passes over it too. All other tensors must have a place in Megatron.
+        transformers skips MTP tensors too. Any other tensor must have a place in Megatron.
         """
 
     def compare(self, hf_config: Mapping[str, Any], config: Any, settings: ModelSettings) -> None:
-        """Refuse a config.json that describes another model than a Megatron model is.
+        """Refuse a config.json that does not describe the Megatron model.
 
         Raises:
-            ValueError: it names the first field that differs, or what `arguments` names.
+            ValueError: it names the first field that differs, or that cannot be moved.
         """
 
 
 def check_described(
     family: Family, theirs: Mapping[str, Any], config: Any, settings: ModelSettings, file: Path
 ) -> None:
-    """Refuse a config.json that describes another model than Megatron's arguments make.
+    """Refuse a config.json that does not describe the model of Megatron's arguments.
 
-    Tensors show most of a model by their names and shapes. What they do not show (how many experts
-    a token takes, the base of RoPE, an epsilon) would make another model of the same weights.
+    Names and shapes of tensors show most of a model. But the same weights are another model if
+    something else differs: how many experts a token takes, the base of RoPE, an epsilon.
 
     Args:
-        theirs: what `file` has.
+        theirs: the content of `file`.
         config: Megatron's TransformerConfig.
-        file: what messages name.
+        file: the config.json, named in messages.
 
     Raises:
-        ValueError: it names the first field that differs, and both values.
+        ValueError: it names `file`, and the first field that differs or cannot be moved.
     """
     try:
         family.compare(theirs, config, settings)
@@ -161,6 +161,6 @@ def check_described(
 
 
 def follows_last_layer(name: str, config: Any) -> bool:
-    """Whether a transformers tensor is of a layer behind the last one; MTP's layers are there."""
+    """Whether a transformers tensor's layer is behind Megatron's last one, as MTP's layers are."""
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     return layer is not None and int(layer[1]) >= config.num_layers

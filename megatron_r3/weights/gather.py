@@ -1,7 +1,7 @@
-"""Whole tensors on one rank, out of the pieces of all ranks.
+"""Gather whole tensors on one rank, from the pieces of all ranks.
 
-No rank holds more than its part of the model, the tensors that are gathered at the time, and one
-part of a tensor that is on its way.
+A rank needs memory for its part of the model, for the tensors that it gathers in one call, and for
+one part that another rank sends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Dtypes = Mapping[Place, torch.dtype]
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank has of a tensor: where its part begins, and the shape of the part."""
+    """The part of a tensor that one rank has: where the part begins, and its shape."""
 
     rank: int
     offset: tuple[int, ...]
@@ -55,7 +55,7 @@ def plan_of(pieces: Sequence[Piece]) -> Plan:
         Every tensor of the model, in Megatron's order; the same on all ranks.
 
     Raises:
-        ValueError: the parts of a tensor do not make it whole; the same on all ranks.
+        ValueError: the parts do not make up a whole tensor; all ranks raise the same.
     """
     mine = [(p.place, p.shape, p.offset, tuple(p.tensor.shape)) for p in pieces if p.is_first]
     plan: Plan = {}
@@ -77,9 +77,9 @@ def plan_of(pieces: Sequence[Piece]) -> Plan:
 
 
 def holders(plan: Plan, places: Sequence[Place]) -> list[int]:
-    """The ranks that hold a part of some of these tensors, in order; the first is to gather them.
+    """The ranks that hold a part of any of these tensors, ascending. The first one gathers them.
 
-    The first of them, not a fixed rank, so that pipeline stages gather their layers at once.
+    So each pipeline stage gathers its own layers, all of them at the same time.
     """
     return sorted({part.rank for place in places for part in plan[place].parts})
 
@@ -87,12 +87,14 @@ def holders(plan: Plan, places: Sequence[Place]) -> list[int]:
 def gather(
     plan: Plan, pieces: Mapping[Place, Sequence[Piece]], places: Sequence[Place], dtypes: Dtypes
 ) -> dict[Place, Tensor]:
-    """Whole tensors on the first of their holders. All holders call it, in the same order.
+    """Gather whole tensors on the first of their holders.
+
+    All holders must call it, with the same places in the same order.
 
     Args:
-        pieces: of this rank.
+        pieces: this rank's, by place.
         places: which tensors.
-        dtypes: of the result, by place.
+        dtypes: the dtypes of the result, by place.
 
     Returns:
         The tensors, on the host; none on ranks other than the first holder.
@@ -120,7 +122,7 @@ def gather(
 
 
 def _parts(plan: Plan, places: Sequence[Place], rank: int) -> Iterator[tuple[Place, Part]]:
-    """What a rank has of these tensors, in an order that is the same on all ranks."""
+    """The parts of these tensors that `rank` has, in an order that all ranks agree on."""
     return ((at, part) for at in places for part in plan[at].parts if part.rank == rank)
 
 

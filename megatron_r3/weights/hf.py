@@ -6,7 +6,7 @@ As a script, in any number of processes and any layout; the first line exports, 
     torchrun --nproc-per-node 1 megatron_r3/weights/hf.py --hf-import DIR --save CKPT \\
         --save-interval 1 MODEL_ARGS
 
-What is written is there whole or not at all, and holds what was loaded. Otherwise the script ends
+The script writes everything that it has loaded, or nothing at all. If it writes nothing, it ends
 with one `error:` line and status 1.
 """
 
@@ -60,7 +60,7 @@ def _run() -> None:
         raise ValueError(f"Megatron refuses these arguments: {reason}") from error
     if (args.hf_export is None) == (args.hf_import is None):
         raise ValueError("give --hf-export DIR (with --load) or --hf-import DIR (with --save)")
-    # refuse what can be refused before the model is built, which takes long
+    # Building the model takes long, so all checks that need no model come first.
     on_first_rank(lambda: _check(args))
     models = build_models(args)
     family = _family(args, models)
@@ -76,7 +76,7 @@ def _run() -> None:
 
 
 def _family(args: Any, models: list[torch.nn.Module]) -> Family:
-    """The family that moves the weights. All ranks call it."""
+    """The family that converts the weights. All ranks call it."""
     directory = args.hf_import or args.hf_like
     if directory is not None:
         return chosen_family(args.hf_bridge, directory, models)
@@ -86,18 +86,18 @@ def _family(args: Any, models: list[torch.nn.Module]) -> Family:
 
 def _check(args: Any) -> None:
     if (spec := getattr(args, "spec", None)) is not None:
-        raise ValueError(f"--spec {spec}: nobody can tell what layers of your own compute")
+        raise ValueError(f"--spec {spec}: what layers of your own compute is not known here")
     directory = args.hf_import or args.hf_like
     if directory is not None:
         choose(args.hf_bridge, read_config(directory), directory / CONFIG)
     if args.hf_import is not None:
         if args.hf_like is not None:
-            raise ValueError("--hf-like is for --hf-export; --hf-import DIR has a config.json")
+            raise ValueError("leave --hf-like out: --hf-import DIR reads the config.json of DIR")
         check_save(args)
         return
     if args.hf_like is None and args.hf_bridge in BRIDGES:
         raise ValueError(
-            f"{OPTION} {args.hf_bridge} needs --hf-like DIR, whose config.json says what model it "
+            f"{OPTION} {args.hf_bridge} needs --hf-like DIR: its config.json says which model this "
             "is, and is copied"
         )
     if args.vocab_size is None:

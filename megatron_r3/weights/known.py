@@ -1,10 +1,10 @@
-"""What is known of Megatron's options and of config.json: closed lists, and what is in no list.
+"""Which of Megatron's options, and which fields of config.json, are known not to change a model.
 
-An option that is in no list is taken for one that changes the model: a checkpoint is not loaded
-where it has another value, and a model that has it set is not moved. So a newer Megatron's option
-cannot go past these checks. Whoever adds a release line reads what its new options do, and adds
-those that change nothing to CHANGE_NOTHING. proof/fidelity/model_options.py names what nobody has
-read.
+An option that is not listed here is taken for one that changes the model. A checkpoint with another
+value of such an option is not loaded, and a model with the option set is not moved. So an option of
+a newer Megatron cannot slip through. Whoever adds a release line reads what its new options do, and
+lists those that change nothing in CHANGE_NOTHING. proof/fidelity/model_options.py names the options
+that nobody has read yet.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 from megatron_r3.replay.words import quoted
 
 # Fields of TransformerConfig and MLATransformerConfig, and arguments that build a model, of
-# core_v0.16.1 to main of 2026-08-22. The same weights compute the same with any value of these, up
-# to rounding. Those of ModelParallelConfig (layout, communication) are not written out.
+# core_v0.16.1 to main of 2026-08-22. With any value of these, the same weights compute the same, up
+# to rounding. The fields of ModelParallelConfig (layout, communication) count too, unlisted.
 CHANGE_NOTHING = frozenset(
     # the layout, communication, dispatchers
     """
@@ -71,7 +71,7 @@ CHANGE_NOTHING = frozenset(
     quant_recipe te_precision_config_file tp_only_amax_red use_kitchen
     use_kitchen_attention
     """
-    # training alone, and how weights begin
+    # training alone, and the initial weights
     """
     attention_dropout calculate_per_token_loss dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss
     embedding_init_method embedding_init_method_std experimental_attention_variant_loss_scale_func
@@ -81,8 +81,8 @@ CHANGE_NOTHING = frozenset(
     moe_z_loss_coeff mtp_detach_heads mtp_hsm mtp_loss_scaling_factor output_layer_init_method
     qk_clip qk_clip_alpha qk_clip_threshold
     """
-    # inference, logs, random numbers; the padding of the vocabulary; RoPE has no table that ends;
-    # of apply_residual_connection_post_layernorm no release reads more than its value
+    # inference, logs, random numbers, the padding of the vocabulary; max_position_embeddings, which
+    # RoPE does not use; apply_residual_connection_post_layernorm, which no release acts on
     """
     apply_residual_connection_post_layernorm config_logger_dir inference_cuda_graph_scope
     inference_disable_triton_nvls_kernels inference_fuse_tp_communication
@@ -93,16 +93,16 @@ CHANGE_NOTHING = frozenset(
     use_inference_optimized_layers use_te_rng_tracker
     """.split()
 )
-_OURS = "moe_router_replay"  # how the names of our own fields begin
-# Values between which nothing changes: the other types of balancing choose experts themselves.
+_OURS = "moe_router_replay"  # the names of this project's own fields begin so
+# The types of load balancing that only add a loss, or nothing. Any other type changes the routes.
 BALANCING = "moe_router_load_balancing_type"
 _ONLY_LOSSES = {"aux_loss", "seq_aux_loss", "global_aux_loss", "none"}
-# Names that an argument has in other releases (a checkpoint of 0.15 has those on the right).
+# Names that an argument has in other releases (checkpoints of 0.15 have those on the right).
 _ALSO = {"layernorm_epsilon": "norm_epsilon", "layernorm_zero_centered_gamma": "apply_layernorm_1p"}
 _ALSO |= {other: name for name, other in _ALSO.items()}
 
-# Fields of config.json that change nothing of any family's model: tokens, dtypes, training, what a
-# forward pass returns, who wrote it.
+# Fields of config.json that change nothing in a model of any family: token ids, dtypes, training,
+# what a forward pass returns, which program wrote the file.
 CONFIG_CHANGES_NOTHING = frozenset(
     """
     _attn_implementation_autoset _name_or_path architectures attention_dropout auto_map bos_token_id
@@ -112,7 +112,7 @@ CONFIG_CHANGES_NOTHING = frozenset(
     unsloth_version use_cache
     """.split()
 )
-# ... and those that stand inside of its rope_parameters
+# All fields of config.json's rope_parameters that this project reads
 ROPE = (
     *("rope_theta", "rope_type", "partial_rotary_factor", "factor", "truncate", "beta_fast"),
     *("beta_slow", "mscale", "mscale_all_dim", "original_max_position_embeddings"),
@@ -126,7 +126,7 @@ def changes_nothing(name: str, of_layout: Collection[str] = ()) -> bool:
 
 
 def routes_itself(value: Any) -> list[str]:
-    """The types of load balancing that do more than add a loss."""
+    """The types of load balancing in `value`, a type or a list, that do more than add a loss."""
     return sorted({*(value if isinstance(value, list) else [value])} - _ONLY_LOSSES)
 
 
@@ -134,8 +134,8 @@ def defaults(kind: type) -> dict[str, Any]:
     """The fields that may change a model, with the defaults of Megatron's own class.
 
     Args:
-        kind: TransformerConfig, or a class that a framework derives from it: the defaults of such
-            a class may be those of another model. Of any other class there are no fields.
+        kind: TransformerConfig or a class derived from it. The own defaults of a framework's class
+            are not used, because they may be those of another model. Any other class has no fields.
     """
     above = {one.__name__: one for one in reversed(kind.__mro__)}
     upstream = [one for one in kind.__mro__ if one.__module__.startswith("megatron.core.")]
@@ -152,12 +152,12 @@ def defaults(kind: type) -> dict[str, Any]:
 
 
 def differing(saved: Any, args: Any, names: Collection[str]) -> Iterator[tuple[str, Any, Any]]:
-    """The arguments that make another model: the name, what a checkpoint has, and what is given.
+    """The arguments that make another model: the name, the checkpoint's value, and the given value.
 
     Args:
-        saved: the checkpoint's own arguments. What an older release did not know was off there.
-        args: those of now.
-        names: what Megatron reads of them to build a model.
+        saved: the checkpoint's own arguments. An option that its release did not have was off.
+        args: the given arguments.
+        names: the arguments that Megatron reads to build a model.
     """
     from megatron.core.model_parallel_config import ModelParallelConfig
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
@@ -171,7 +171,7 @@ def differing(saved: Any, args: Any, names: Collection[str]) -> Iterator[tuple[s
         then = getattr(saved, name, getattr(saved, other, off.get(name)))
         now = getattr(args, name, None)
         if name == "vocab_size" and None in (then, now):
-            continue  # with a tokenizer Megatron sets none; the rows of the vocabulary are compared
+            continue  # Megatron sets none with a tokenizer; the rows of the embedding are compared
         if not (hasattr(saved, name) or hasattr(saved, other) or name in off or now):
             continue  # None and False are both off
         if name == BALANCING:
@@ -181,16 +181,16 @@ def differing(saved: Any, args: Any, names: Collection[str]) -> Iterator[tuple[s
 
 
 def _listed(value: Any) -> Any:
-    """A value of which a tuple is a list: some releases have the one, some the other."""
+    """The value, with a tuple made a list: some releases store a tuple where others have a list."""
     return list(value) if isinstance(value, tuple) else value
 
 
 def rope_of(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """How RoPE is turned, by either name in a config.json; empty where it is silent.
+    """The fields of rope_scaling or rope_parameters in a config.json; empty if it has neither.
 
     Raises:
-        ValueError: both names are there, and say different things. transformers 5 takes
-            rope_scaling then, and forgets all of rope_parameters; other readers need not.
+        ValueError: they are not objects, or differ from each other. transformers 5 then takes
+            rope_scaling and ignores rope_parameters; other readers may do the opposite.
     """
     found = []
     for name in ("rope_scaling", "rope_parameters"):
@@ -202,6 +202,6 @@ def rope_of(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
     if len(found) == 2 and found[0] != found[1]:
         raise ValueError(
             f"rope_scaling is {quoted(found[0])}, rope_parameters is {quoted(found[1])}: "
-            "transformers takes rope_scaling alone, others need not; leave the right one"
+            "transformers takes rope_scaling, other readers may not; remove the wrong one"
         )
     return found[0] if found else {}

@@ -2,7 +2,7 @@
 
     python -m megatron_r3.weights.model_arguments DIR
 
-They are printed as a shell reads them. Arguments of the run (lengths, batches, the layout) are not
+The arguments are quoted for a shell. Arguments of the run (lengths, batches, the layout) are not
 among them.
 """
 
@@ -21,7 +21,8 @@ def arguments_of(directory: Path) -> list[str]:
     """Megatron's arguments for the model of a transformers directory.
 
     Raises:
-        ValueError: naming the file, and the field that Megatron cannot do or that is missing.
+        ValueError: naming the file, and the field that is missing or that Megatron does not
+            support.
     """
     config, where = read_config(directory), directory / CONFIG
     family = family_named(config.get("model_type"), where)
@@ -35,7 +36,7 @@ def main(argv: list[str] | None = None) -> None:
     """Print the arguments.
 
     Args:
-        argv: of the command; None means those of the process.
+        argv: the command's arguments; None means those of the process.
 
     Raises:
         SystemExit: status 1, with one line that says what is wrong.

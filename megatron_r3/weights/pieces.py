@@ -1,16 +1,16 @@
 """The parts of a model's tensors that this rank holds, under names that are the same in any layout.
 
 Megatron describes every tensor of a model for its distributed checkpoints (`sharded_state_dict`):
-its key, the shape of the whole tensor, and where this rank's part lies in it. That description is
-read here. Nothing in this package knows how Megatron splits a model over ranks.
+its key, the shape of the whole tensor, and where this rank's part lies in the tensor. This file
+reads that description. So nothing in this package knows how Megatron splits a model over ranks.
 
-Three spellings of Megatron are made one:
+Megatron's keys differ between models and layer specs. A `Place` removes three differences:
 
-- A tensor of a layer has an axis for the layer, or the layer's number in its key where layers
-  differ (a dense first layer). A `Place` has the number as a field.
+- A tensor of a layer has an axis for the layer or, if layers differ (a dense first layer), the
+  layer's number in its key. A `Place` has the number as a field.
 - An expert's tensor has an axis for the expert. A `Place` has the expert as a field.
-- Transformer Engine keeps the weight of a norm in the linear layer behind it, and Megatron's local
-  layers write their keys as if it did. A `Place` names the norm.
+- Transformer Engine keeps the weight of a norm in the linear layer behind the norm, and Megatron's
+  local layers use the same keys. A `Place` names the norm.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Place:
         key: Megatron's checkpoint key without the layer's number, e.g.
             `decoder.layers.mlp.router.weight`.
         layer: the layer's index from 0; None outside of the layers.
-        expert: the expert's index from 0; None for what is no expert's tensor.
+        expert: the expert's index from 0; None for a tensor of no expert.
     """
 
     key: str
@@ -67,7 +67,7 @@ class Piece:
         shape: of the whole tensor, without axes for layers and experts.
         offset: where the part begins in the whole tensor, for each of its axes.
         tensor: the part; it shares its memory with the model's parameter.
-        is_first: whether this rank is the one of all that hold this part which writes it.
+        is_first: whether this rank writes the part; other ranks may hold the same part.
     """
 
     place: Place
@@ -80,8 +80,8 @@ class Piece:
 def pieces_of(models: Sequence[torch.nn.Module]) -> list[Piece]:
     """The pieces of this rank's model chunks.
 
-    A piece is not always a whole parameter: of a gated linear layer that tensor parallelism splits,
-    a rank has a piece of the gate and a piece further down of the other half.
+    A parameter may be several pieces. Example: if tensor parallelism splits a gated linear layer, a
+    rank's parameter is a piece of the gate's half of the whole tensor, and a piece of the other.
 
     Args:
         models: the chunks, in Megatron's wrappers or without.
@@ -114,7 +114,7 @@ def _refuse_fsdp(model: Any) -> None:
 def sharded_tensors(state: Any) -> Iterator[Any]:
     """Megatron's ShardedTensors in a sharded state dict.
 
-    Its other objects are Transformer Engine's extra states, which are no weights.
+    Other objects in the dict are Transformer Engine's extra states, which are no weights.
     """
     if isinstance(state, Mapping):
         state = list(state.values())

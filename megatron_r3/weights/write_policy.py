@@ -1,4 +1,4 @@
-"""A Megatron model as a transformers directory, and back, in any parallel layout.
+"""Write a Megatron model as a transformers directory, or read one, in any parallel layout.
 
 All ranks call these functions, in or outside of a training. The files are the same, byte by byte,
 in every layout.
@@ -81,16 +81,17 @@ def write_policy(
 
     The first file has the embedding, each layer has a file, the last file has what is left. A
     layer is gathered and written by the first rank that holds a part of it. A rank needs memory for
-    its largest layer beside its part of the model.
+    its part of the model, and for the largest layer that it writes.
 
     Args:
         models: this rank's model chunks, in Megatron's wrappers or without.
         directory: on a file system that all ranks see. It is there whole afterwards, or not at all.
-        family: None means the one that `like` names, or else the one that accepts the model.
+        family: None means the family in config.json of `like` or, without `like`, the family that
+            accepts the model.
         like: a transformers directory of the same model, whose config.json and tokenizer files are
             copied. None: config.json is made by the family, and there is no tokenizer.
         dtype: of the weights in the files.
-        vocab_size: where the padding of the vocabulary is cut off; it must be given.
+        vocab_size: rows of the vocabulary without padding, which is cut off. None is refused.
         finish: called on rank 0 with the folder and the SHA-256 of each file in it, before the
             folder gets its name. It may write more files.
 
@@ -120,11 +121,11 @@ def _model_to_write(
     dtype: torch.dtype,
     vocab_size: int | None,
 ) -> tuple[_Model, dict[str, Any]]:
-    """The model, and its config.json if `like` has none; see `write_policy` for the arguments."""
+    """The model, and its config.json if there is no `like`; arguments as in `write_policy`."""
     if my_rank() == 0:
         check_target(directory)
     if vocab_size is None:
-        raise ValueError("the vocabulary without padding (--vocab-size) must be known")
+        raise ValueError("give --vocab-size, the size of the vocabulary without padding")
     if like is not None:
         return _model_of(models, like, family, vocab_size), {}
     model = _model(models, family, vocab_size)
@@ -140,7 +141,7 @@ def _write_rest(
     like: Path | None,
     finish: Finish | None,
 ) -> None:
-    """Write what is no weights, on the first rank; see `write_policy` for the arguments."""
+    """On the first rank write all other files than weights; arguments as in `write_policy`."""
     with writing(directory):
         of_tensor = {name: file.name for file in written for name in file.names}
         size = {"total_size": sum(file.size for file in written)}
@@ -166,15 +167,15 @@ def read_policy(
 ) -> None:
     """Load a transformers directory into a model. All ranks call it.
 
-    Each rank reads the tensors of which it holds a part, one at a time, twice: the first time to
-    check them, so that nothing is changed where something is wrong. An optimizer that keeps copies
-    of the weights must take them anew (`reload_model_params`).
+    Each rank reads the tensors of which it holds a part, one at a time, twice. The first time they
+    are only checked, so a wrong tensor leaves the model unchanged. An optimizer that keeps copies
+    of the weights must copy them again afterwards (`reload_model_params`).
 
     Args:
         models: this rank's model chunks, in Megatron's wrappers or without.
         directory: all ranks see it.
         family: None means the one that config.json names.
-        vocab_size: without padding, which becomes zeros. None: config.json says it.
+        vocab_size: without padding; padded rows become zeros. None means that of config.json.
 
     Raises:
         ValueError: a tensor is missing, has another shape or dtype or is not finite, or config.json
@@ -218,10 +219,10 @@ def _model(
 
 
 def _finish_updates(models: Sequence[Any]) -> None:
-    """Have every rank hold the newest weights.
+    """Make every rank hold the newest weights.
 
-    With --overlap-param-gather the ranks of a distributed optimizer update a part of the weights
-    each, and take the rest from each other only in the next forward pass. Megatron does this too
+    With --overlap-param-gather each rank of a distributed optimizer updates a part of the weights,
+    and gets the rest from other ranks only in the next forward pass. Megatron too gets the rest
     before it saves a checkpoint (`disable_forward_pre_hook` in
     megatron/core/distributed/distributed_data_parallel.py).
     """
@@ -233,7 +234,7 @@ def _finish_updates(models: Sequence[Any]) -> None:
 
 
 def _checked_plan(model: _Model) -> Plan:
-    """Which rank has what, once the model has exactly the tensors that the family maps."""
+    """Which rank has which parts. Refuses a model with other tensors than the family maps."""
     plan = plan_of(model.pieces)
     mapped = {place for entry in model.mapped for place in entry.places}
     if plan.keys() != mapped:
@@ -246,7 +247,7 @@ def _checked_plan(model: _Model) -> Plan:
     vocab_size = model.settings.vocab_size
     rows = plan[EMBEDDING].shape[0]
     if vocab_size is not None and rows < vocab_size:
-        raise ValueError(f"the model's embedding has {rows} rows for a vocabulary of {vocab_size}")
+        raise ValueError(f"the model's embedding has {rows} rows, the vocabulary {vocab_size}")
     return plan
 
 
@@ -277,7 +278,7 @@ def _write_files(
     failure: Exception | None = None
     for number, entries in enumerate(files, 1):
         dtypes = {place: entry.dtype or dtype for entry in entries for place in entry.places}
-        # A rank that has failed still takes what the others send: they would wait for it.
+        # A rank that has failed still gathers, because the others would wait for it.
         wholes = gather(plan, pieces, list(dtypes), dtypes)
         if wholes and failure is None:
             file = folder / f"model-{number:05}-of-{len(files):05}.safetensors"
@@ -286,7 +287,7 @@ def _write_files(
                     written.append(_write_file(file, entries, wholes, model.settings.vocab_size))
             except Exception as error:
                 failure = error
-        del wholes  # else they would be there beside the next file's
+        del wholes  # frees their memory before the next file is gathered
     agree(failure)
     everything = (file for files_of_rank in everyones(written) for file in files_of_rank)
     return sorted(everything, key=lambda file: file.name)
@@ -295,7 +296,7 @@ def _write_files(
 def _write_file(
     file: Path, entries: Sequence[Mapped], wholes: dict[Place, Tensor], vocab_size: int | None
 ) -> _File:
-    """Write the transformers tensors of Megatron's, which go from `wholes` one by one."""
+    """Convert `wholes`, each of which is removed when it is converted, and write them to `file`."""
     tensors: dict[str, Tensor] = {}
     for entry in entries:
         parts = entry.to_hf([wholes.pop(place) for place in entry.places])
@@ -330,7 +331,7 @@ def _check_names(model: _Model, reading: Reading) -> None:
         for name in entry.names:
             if name not in theirs:
                 of = ", ".join(str(place) for place in entry.places[:3])
-                raise ValueError(f"{directory}: no tensor {name} (of Megatron's {of})")
+                raise ValueError(f"{directory}: no tensor {name} (needed for Megatron's {of})")
 
 
 def _load(model: _Model, reading: Reading, into_model: bool) -> None:
@@ -362,21 +363,22 @@ def _load(model: _Model, reading: Reading, into_model: bool) -> None:
 def _to_megatron(entry: Mapped, parts: list[Tensor], directory: Path) -> list[Tensor]:
     try:
         return entry.to_megatron(parts)
-    except RuntimeError as error:  # how torch refuses to join what does not fit
+    except RuntimeError as error:  # torch raises it if shapes do not fit together
         shapes = {name: tuple(part.shape) for name, part in zip(entry.names, parts, strict=True)}
         raise ValueError(
-            f"{directory}: {shapes} do not make Megatron's {entry.places[0]}: other model arguments"
+            f"{directory}: {shapes} do not make up Megatron's {entry.places[0]}: give this model's "
+            "arguments"
         ) from error
 
 
 def _cut(whole: Tensor, piece: Piece, entry: Mapped, reading: Reading) -> Tensor:
-    """The part of a whole tensor that a piece is."""
+    """The part of a whole tensor that belongs into a piece."""
     if piece.place in VOCABULARY and (rows := piece.shape[0] - whole.shape[0]) > 0:
         whole = torch.nn.functional.pad(whole, (0, 0, 0, rows))
     if tuple(whole.shape) != piece.shape:
         raise ValueError(
             f"{reading.directory}: {list(entry.names)} make {tuple(whole.shape)}; Megatron's "
-            f"{piece.place} is {piece.shape}: other model arguments"
+            f"{piece.place} is {piece.shape}: give this model's arguments"
         )
     for axis, (begin, size) in enumerate(zip(piece.offset, piece.tensor.shape, strict=True)):
         whole = whole.narrow(axis, begin, size)

@@ -71,6 +71,6 @@ def test_a_checkpoint_in_one_file_is_exported_without_its_arguments_with_a_warni
     argv = [*ONE, "--load", str(folder), "--ckpt-format", "torch"]
     argv = arguments(argv, ["--hf-export", str(tmp_path / "hf")])
     (said,) = patched.run(export_and_listen, 1, folder, argv, keeps, timeout_s=120)
-    warning = "changed: it has no arguments of its own, so that nobody can tell"
+    warning = "changed: the checkpoint holds no arguments, so yours could not be compared"
     assert (warning in said) != keeps
     assert same_files(tmp_path / "hf", policy.hf)

@@ -35,7 +35,7 @@ def refused_in_two(rank: int, argv: list[str]) -> str | int:
 @pytest.mark.parametrize(
     ("load", "words"),
     [
-        (["--num-layers", "2"], "(2, 128): other model"),
+        (["--num-layers", "2"], "(2, 128): give the"),
         (["--moe-router-topk", "2", "--finetune"], "it has moe_router_topk 4"),
     ],
 )
@@ -108,14 +108,14 @@ def test_an_export_without_a_checkpoint_writes_nothing(patched: TreeWorker, tmp_
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        (["--num-layers", "2"], ("layer_norm_weight is (4, 128)", "(2, 128): other model")),
+        (["--num-layers", "2"], ("layer_norm_weight is (4, 128)", "(2, 128): give the")),
         (["--num-layers", "2", "--finetune"], ("layer_norm_weight is (4, 128)", "(2, 128)")),
         (["--norm-epsilon", "1e-5", "--finetune"], ("norm_epsilon 1e-06", "say 1e-05")),
         (["--moe-router-topk", "2", "--finetune"], ("it has moe_router_topk 4", "say 2")),
         (["--rotary-base", "500000"], ("it has rotary_base 10000", "say 500000")),
         (["--vocab-size", "56"], ("it has vocab_size 64", "say 56")),
         (["--vocab-size", "80"], ("word_embeddings.weight is (64, 128)", "(80, 128)")),
-        (["--moe-ffn-hidden-size", "32"], ("experts.linear_fc", "other model arguments")),
+        (["--moe-ffn-hidden-size", "32"], ("experts.linear_fc", "give the model arguments of the")),
         (["--num-experts", "8"], ("router.weight is (4, 16, 128)", "(4, 8, 128)")),
         (["--ckpt-step", "7"], ("cannot be loaded into this model", "iter_0000007")),
     ],
@@ -199,7 +199,7 @@ def test_an_export_that_forgets_an_argument(
 ) -> None:
     shutil.copytree(torch_checkpoint, tmp_path / "changed")
     patched.run(trained_with, 1, tmp_path / "changed", "rotary_percent", 0.5)
-    said = "it has rotary_percent 0.5, the arguments say 1.0: give each as the checkpoint has it"
+    said = "it has rotary_percent 0.5, the arguments say 1.0: give the checkpoint's values"
     load = ["--load", str(tmp_path / "changed"), "--ckpt-format", "torch"]
     refuses_export(patched, tmp_path, load, said)
     load += ["--rotary-percent", "0.5"]
@@ -286,7 +286,7 @@ def test_an_export_does_not_write_over_another(
     (tmp_path / "hf" / "mine").write_text("mine")
     out = [*ONE, "--hf-export", str(tmp_path / "hf"), "--load", str(policy.checkpoint)]
     (line,) = patched.run(refused, 1, arguments(out), timeout_s=120)
-    assert line.startswith(f"error: {tmp_path / 'hf'}: there is something already: move it away")
+    assert line.startswith(f"error: {tmp_path / 'hf'}: something is there already: move it away")
     assert [path.name for path in (tmp_path / "hf").iterdir()] == ["mine"]
     (tmp_path / "hf" / "mine").unlink()
     patched.run(export, 1, arguments(out), timeout_s=120)  # an empty folder is none
@@ -356,16 +356,19 @@ IMPORTS = {
     "gone": (shutil.rmtree, ("no config.json",)),
     "no file": (lambda f: (f / LAST).unlink(), (LAST, "not a whole safetensors")),
     "cut": (lambda f: os.truncate(f / LAST, 5000), ("not a whole safetensors",)),
-    "family": (_with("model_type", "gpt2"), ("is 'gpt2', which is none of this project's",)),
+    "family": (_with("model_type", "gpt2"), ("is 'gpt2', which is not among this project's",)),
     "quantized": (_with("quantization_config", {"bits": 4}), ("has quantization_config",)),
     "index": (
         lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b"}}'),
         ("'../b' is no file of this folder",),
     ),
-    "topk": (_with("num_experts_per_tok", 2), ("num_experts_per_tok is 2", "make it 4")),
+    "topk": (_with("num_experts_per_tok", 2), ("num_experts_per_tok is 2", "arguments say 4")),
     "nan": (_tensor(lambda t: {TENSOR: t * torch.nan}), (f"values of {TENSOR} are not finite",)),
     "int": (_tensor(lambda t: {TENSOR: t.to(torch.int8)}), (f"{TENSOR} is torch.int8",)),
-    "missing": (_tensor(lambda t: {}), (f"no tensor {TENSOR} (of Megatron's decoder.final_",)),
+    "missing": (
+        _tensor(lambda t: {}),
+        (f"no tensor {TENSOR} (needed for Megatron's decoder.final_",),
+    ),
     "unknown": (
         _tensor(lambda t: {TENSOR: t, "x": t.clone()}),
         ("the model has no place for ['x']",),

@@ -170,7 +170,7 @@ def test_the_config_of_another_model_is_refused(
         file.read_text().replace('"num_experts_per_tok": 2', '"num_experts_per_tok": 4')
     )
     (said,) = patched.run(write_like, 1, saved[1], tmp_path / "like", tmp_path / "other")
-    assert f"{file}: num_experts_per_tok is 4; Megatron's arguments make it 2" in said
+    assert f"{file}: num_experts_per_tok is 4; Megatron's arguments say 2" in said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["like", "out"]
 
 

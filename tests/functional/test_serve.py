@@ -165,7 +165,7 @@ def test_a_checkpoint_that_was_trained_with_another_argument_is_refused(
     patched.run(trained_with, 1, tmp_path / "changed", name, value)
     values = {"{checkpoint}": str(tmp_path / "changed"), "torch_dist": "torch"}
     (said,) = patched.run(refused, 1, words_of(Policy.within(tmp_path), values))
-    assert f"it has {name} 2.5, the arguments say None: give each as the" in said
+    assert f"it has {name} 2.5, the arguments say None: give the checkpoint's" in said
 
 
 def test_the_command_of_the_page_is_the_one_that_runs_here() -> None:

@@ -18,7 +18,7 @@ def family_named(model_type: object, where: object) -> TableFamily:
 
     Args:
         model_type: as it was read; it need not be a string.
-        where: what a message names, e.g. the file.
+        where: the file, or another origin that messages name.
 
     Raises:
         ValueError: there is no such family.
@@ -40,7 +40,8 @@ def family_of(config: Any, settings: ModelSettings) -> TableFamily:
         config: Megatron's TransformerConfig.
 
     Raises:
-        ValueError: the model is of no family, with what the nearest one needs; or of several.
+        ValueError: the model is of several families, or of none; the message then says what the
+            nearest family needs.
     """
     found, reasons = [], []
     for family in FAMILIES.values():
@@ -52,10 +53,10 @@ def family_of(config: Any, settings: ModelSettings) -> TableFamily:
     if not found:
         nearest = min(reasons, key=lambda error: len(error.lacks))
         raise ValueError(
-            f"this model cannot be moved to transformers: {nearest}; each of the other families "
-            f"({', '.join(sorted(FAMILIES))}) needs as much or more"
+            f"this model cannot be moved to transformers: {nearest}; none of the families "
+            f"({', '.join(sorted(FAMILIES))}) is nearer"
         )
     if len(found) > 1:
         names = ", ".join(family.model_type for family in found)
-        raise ValueError(f"this model could be any of {names}: say which")
+        raise ValueError(f"this model could be any of {names}: give a transformers directory of it")
     return found[0]

@@ -1,7 +1,7 @@
-"""The kinds of rows of a family's table: each is one thing that config.json and Megatron both say.
+"""Kinds of rows of a family's table. A row is one property that config.json and Megatron both have.
 
-A row serves every direction: from config.json to Megatron's arguments, from a Megatron model to
-config.json, and the comparison of the two.
+A row serves three purposes: to translate config.json into Megatron's arguments, to write the
+config.json of a Megatron model, and to compare a config.json with a Megatron model.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from megatron_r3.replay.words import quoted
 from megatron_r3.weights.family import ModelSettings
 
 Fields = Mapping[str, Any]
-Needed = list[tuple[bool, str]]  # whether something holds, and what it is
+Needed = list[tuple[bool, str]]  # of each condition: whether it holds, and its text for messages
 
 
 def nothing(config: Any, settings: ModelSettings, made: Fields) -> Fields:
-    """What a row writes of which config.json has no field."""
+    """The `write` of a row for which config.json has no field to be written."""
     return {}
 
 
@@ -27,17 +27,19 @@ class Row:
     """A row, as functions.
 
     Attributes:
-        name: in config.json, and in messages.
-        read: the value that a config.json has; two models are the same if all rows read the same.
-            Its arguments are config.json, where the fields of rope_parameters stand beside the
-            others, and what the rows above have read. It raises a ValueError that names a field
-            which is missing, or whose value Megatron cannot do.
-        write: fields of config.json for a Megatron model. Its arguments are TransformerConfig, the
-            ModelSettings, and what the rows above have written.
-        arguments: Megatron's arguments for what was read, and for what all rows have read.
-        names: the fields of config.json that are read, if it is not `name` alone.
-        attributes: fields of TransformerConfig or ModelSettings of which the row knows every value.
-        needs: what a TransformerConfig of the family needs beside values that stand in the table.
+        name: the field's name in config.json, and in messages.
+        read: returns the value in a config.json. Two models are the same if all rows read the same.
+            Its arguments are config.json, with the fields of rope_parameters put beside the others,
+            and what earlier rows have read. It raises a ValueError that names the field if the
+            field is missing, or if Megatron does not support the value.
+        write: returns fields of config.json for a Megatron model. Its arguments are
+            TransformerConfig, the ModelSettings, and what earlier rows have written.
+        arguments: returns Megatron's arguments. Its own arguments are what this row has read, and
+            what all rows have read.
+        names: the fields of config.json that are read, if there are others than `name`.
+        attributes: fields of TransformerConfig or ModelSettings which this row writes or needs, so
+            that the family accepts any value of them.
+        needs: returns further conditions that a TransformerConfig of the family must meet.
     """
 
     name: str
@@ -57,15 +59,15 @@ def number(
     also: tuple[str, ...] = (),
     may_be_null: bool = False,
 ) -> Row:
-    """A number that both have.
+    """A number that config.json and Megatron both have.
 
     Args:
         flag: Megatron's argument, without its dashes.
-        attribute: of TransformerConfig or ModelSettings; by default it is called as the argument.
-        default: what transformers takes where config.json lacks the field, or makes of the fields
-            above. None: it must be there.
-        also: other names in config.json; releases of transformers differ.
-        may_be_null: whether null is a value, for which there is no argument.
+        attribute: the field of TransformerConfig or ModelSettings; by default named like `flag`.
+        default: transformers' value if the field is missing, or a function that computes that value
+            from what earlier rows have read. None: the field must be there.
+        also: other names of the field in config.json; releases of transformers differ.
+        may_be_null: whether the field may be null or missing; Megatron then gets no argument.
     """
     attribute, names = attribute or flag.replace("-", "_"), (name, *also)
 
@@ -97,8 +99,8 @@ def switch(name: str, flag: str, default: bool, reverse: bool = False) -> Row:
     """A field that is true or false, and an argument of Megatron without a value.
 
     Args:
-        flag, default: as of `number`.
-        reverse: whether the argument says the opposite of the field.
+        flag, default: as in `number`.
+        reverse: whether Megatron's argument means that the field is false.
     """
     attribute = flag.replace("-", "_")
 
@@ -118,12 +120,13 @@ def switch(name: str, flag: str, default: bool, reverse: bool = False) -> Row:
 
 
 def fixed(name: str, *values: Any, **more: Any) -> Row:
-    """A field of which Megatron can do one value, e.g. `fixed("hidden_act", "silu")`.
+    """A field of which Megatron supports one value only, e.g. `fixed("hidden_act", "silu")`.
 
     Args:
-        values: those that mean the same. The first one is written, unless it is None, and is what
-            transformers takes where the field is missing. A list is read as the set of its words.
-        more: attributes of the Row.
+        values: all ways to write that value. The first one is transformers' value if the field is
+            missing; it is also written, unless it is None. A list in config.json counts as the set
+            of its words.
+        more: further attributes of the Row.
     """
 
     def read(theirs: Fields, done: Fields) -> None:
@@ -138,29 +141,29 @@ def fixed(name: str, *values: Any, **more: Any) -> Row:
 
 
 def ignored(name: str, written: Any = None) -> Row:
-    """A field that changes nothing of a model that is of the family.
+    """A field that changes nothing in a model of the family.
 
     Args:
-        written: what is written for it; None: nothing.
+        written: the value to write; None leaves the field out.
     """
     made = {} if written is None else {name: written}
     return Row(name, lambda theirs, done: None, lambda config, settings, above: made)
 
 
 def derived(name: str, made_of: Callable[[Fields], Any], default: Any = None, **more: Any) -> Row:
-    """A field of which Megatron can do what other fields make it, and nothing else.
+    """A field of which Megatron supports only the value that follows from other fields.
 
     Args:
-        made_of: the value, out of the fields above.
-        default: what transformers takes where the field is missing. None: the same value, also for
-            null.
-        more: attributes of the Row.
+        made_of: computes that value from what earlier rows have read or written.
+        default: transformers' value if the field is missing. None: a field that is missing or null
+            means the value of `made_of`.
+        more: further attributes of the Row.
     """
 
     def read(theirs: Fields, done: Fields) -> Any:
         want, value = made_of(done), theirs.get(name, default)
         if value != want and not (value is None and default is None):
-            raise cannot(theirs, name, f"only {want}, by its other fields", default)
+            raise cannot(theirs, name, f"only {want}, which follows from other fields", default)
         return want
 
     given = {"write": lambda config, settings, made: {name: made_of(made)}, **more}
@@ -168,16 +171,16 @@ def derived(name: str, made_of: Callable[[Fields], Any], default: Any = None, **
 
 
 def cannot(theirs: Fields, name: str, can: str, default: object = None) -> ValueError:
-    """The error for a value of config.json that Megatron cannot do.
+    """The error for a value of config.json that Megatron does not support.
 
     Args:
-        can: what it can do.
-        default: the value of a missing field.
+        can: the values that Megatron supports.
+        default: transformers' value if the field is missing.
     """
     value, model_type = theirs.get(name, default), theirs["model_type"]
-    return ValueError(f"{name} is {quoted(value)}; of a {model_type} model Megatron can do {can}")
+    return ValueError(f"{name} is {quoted(value)}; of a {model_type} model Megatron supports {can}")
 
 
 def shown(value: Any) -> str:
-    """A value as an argument: 10000.0 is 10000 there, because argparse may expect an int."""
+    """A value as an argument: 10000.0 becomes 10000, because argparse may expect an int."""
     return str(int(value) if isinstance(value, float) and value.is_integer() else value)

@@ -1,4 +1,4 @@
-"""Rows of which one field is not one argument: layers, groups, shared experts, YaRN, windows."""
+"""Rows that are not one field and one argument: layers, groups, shared experts, YaRN, windows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_r3.weights.family import ModelSettings
 
 # -- which layers have experts
 
-# what messages call them: all fields that may say it
+# the name of these rows in messages: all fields that can say which layers have experts
 MOE_LAYERS = "mlp_only_layers, decoder_sparse_step, first_k_dense_replace or moe_layer_freq"
 
 
@@ -29,7 +29,7 @@ def _moe_layers(theirs: Fields, done: Fields) -> tuple[int, ...]:
 
 
 def _layer_pattern(moe: tuple[int, ...], fields: Fields) -> list[str]:
-    """For 3 dense layers in front of 58 others `([0]*3+[1]*58)`; nothing if none is dense."""
+    """--moe-layer-freq, e.g. `([0]*3+[1]*58)`: first 3 dense layers. None if no layer is dense."""
     layers = range(fields["num_hidden_layers"])
     if moe == tuple(layers):
         return []
@@ -75,7 +75,7 @@ LATER_LAYERS = replace(
 
 
 def _shared_experts(config: Any) -> float:
-    """How many experts of ordinary size the shared MLP is as large as, e.g. 2.0."""
+    """The size of the shared MLP divided by the size of a routed expert, e.g. 2.0."""
     return (config.moe_shared_expert_intermediate_size or 0) / (config.moe_ffn_hidden_size or 1)
 
 
@@ -93,14 +93,14 @@ SHARED_EXPERTS = Row(
     ],
 )
 
-# -- groups of experts, of which the best ones may be chosen: how many there are and are chosen
+# -- groups of experts: how many groups there are, and how many of them a token may choose
 
 
 def _groups(theirs: Fields, done: Fields) -> tuple[int, int] | None:
-    """Both numbers; None where all groups are chosen, which limits nothing.
+    """How many groups there are, and how many are chosen; None if all are chosen.
 
-    A group is as good as the sum of its best experts: transformers takes the best two, Megatron
-    (group_limited_topk in moe_utils.py) the best topk // topk_group.
+    A group's score is the sum of its best experts' scores: the best two in transformers, the best
+    topk // topk_group in Megatron (group_limited_topk in moe_utils.py).
     """
     groups, chosen = _whole(theirs, "n_group"), _whole(theirs, "topk_group")
     topk = done["num_experts_per_tok"]
@@ -144,7 +144,7 @@ _YARN_ATTRIBUTES = {
     "mscale": "mscale",
     "mscale_all_dim": "mscale_all_dim",
 }
-_SCALES = "mscale and mscale_all_dim, both not 0, or mscale 1 with mscale_all_dim 0"
+_SCALES = "mscale and mscale_all_dim other than 0, or mscale 1 with mscale_all_dim 0"
 
 
 def _latent_rope(theirs: Fields, done: Fields) -> list[Any]:
@@ -185,15 +185,15 @@ def _scaled_the_same(config: Any) -> Needed:
     if config.rope_type == "yarn":
         needed = [(getattr(config, n) == value, f"{n}={value}") for n, value in _YARN.items()]
         return [*needed, (_same_scale(config.mscale, config.mscale_all_dim), _SCALES)]
-    # without YaRN too, this scales Megatron's softmax
+    # Megatron scales the softmax by mscale_all_dim even without YaRN.
     return [(not config.mscale_all_dim, "no mscale_all_dim without YaRN")]
 
 
 def _same_scale(mscale: float, mscale_all_dim: float) -> bool:
-    """Whether both sides scale YaRN's cosines the same.
+    """Whether transformers and Megatron scale YaRN's cosines the same.
 
-    Both divide the scale of `mscale` by that of `mscale_all_dim`; where one of them is 0,
-    transformers takes the scale of 1 instead.
+    Both divide the scale for `mscale` by the scale for `mscale_all_dim`. But if either value is 0,
+    transformers takes the scale for 1, undivided.
     """
     return bool(mscale and mscale_all_dim) or (mscale == 1 and not mscale_all_dim)
 
@@ -207,13 +207,13 @@ LATENT_ROPE = Row(
     needs=_scaled_the_same,
 )
 
-# -- gpt-oss: how many tokens a layer with a window sees, and which layers have one; its activation
+# -- gpt-oss: the size of the attention window, which layers have a window, and the activation
 
 _KINDS = ("full_attention", "sliding_attention")
 
 
 def _window_layers(theirs: Fields, done: Fields) -> list[int]:
-    """A 1 for each layer that has the window; by default every other one, from the first on."""
+    """1 for a layer with a window, 0 for another; by default 1 0 1 0 and so on."""
     layers = done["num_hidden_layers"]
     kinds = theirs.get("layer_types") or [_KINDS[1 - layer % 2] for layer in range(layers)]
     if len(kinds) != layers or not {*kinds} <= {*_KINDS}:
@@ -244,7 +244,7 @@ def _is_quick_gelu(config: Any) -> Needed:
 WINDOW = Row(
     "sliding_window",
     lambda theirs, done: _whole(theirs, "sliding_window"),
-    # Megatron counts the tokens in front of a token, transformers counts that token too
+    # Megatron counts the tokens before the current token, transformers counts the current one too.
     lambda config, settings, made: {"sliding_window": config.window_size[0] + 1},
     lambda window, fields: ["--window-size", f"{window - 1},0"],
     attributes=("window_size",),
@@ -262,13 +262,13 @@ QUICK_GELU = fixed("swiglu_alpha", 1.702, attributes=("activation_func",), needs
 
 
 def plain_heads(config: Any) -> Needed:
-    """Heads of hidden_size / num_attention_heads."""
+    """Whether a head has the size hidden_size / num_attention_heads."""
     heads = config.kv_channels * config.num_attention_heads
-    return [(heads == config.hidden_size, "heads of hidden_size / num_attention_heads")]
+    return [(heads == config.hidden_size, "kv_channels = hidden_size / num_attention_heads")]
 
 
 def _whole(theirs: Fields, name: str) -> int:
-    """A field that must be a whole number from 1 on."""
+    """The value of a field that must be a whole number, 1 or more."""
     if type(value := theirs.get(name)) is not int or value < 1:
         raise ValueError(f"{name} must be a whole number from 1 on")
     return value

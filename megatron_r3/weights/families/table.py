@@ -1,7 +1,7 @@
-"""The table of the model families: what each has in config.json and among its tensors.
+"""The table of the model families: their fields of config.json, and their tensors.
 
-A family near one that is here is a row of FAMILIES, or a few: every other line may be used again.
-What reads the table: `table_family.py`; the kinds of rows: `field_rows.py`, `odd_rows.py` and, for
+A new family that resembles one of these is an entry of FAMILIES, and reuses most of the rows.
+`table_family.py` reads the table. The kinds of rows are in `field_rows.py`, `odd_rows.py` and, for
 tensors, `tensors.py`.
 """
 
@@ -39,7 +39,7 @@ def _head_size(above: Fields) -> float:
     return above["hidden_size"] // (above["num_attention_heads"] or 1)
 
 
-# A family's own row of the same name takes the place of one here.
+# A family's own row replaces the row with the same name here.
 COMMON: tuple[Row, ...] = (
     fixed("hidden_act", "silu"),
     fixed("attention_bias", False),
@@ -58,7 +58,7 @@ COMMON: tuple[Row, ...] = (
 )
 QUERY_GROUPS = number("num_key_value_heads", "num-query-groups")
 HEADS = (QUERY_GROUPS, number("head_dim", "kv-channels", default=_head_size))
-# the family's config.json has no field for the size of a head
+# for families whose config.json has no field for the size of a head
 PLAIN_HEADS = (QUERY_GROUPS, derived("head_dim", _head_size, write=nothing, needs=plain_heads))
 DENSE_SIZE = number("intermediate_size", "ffn-hidden-size")
 EXPERT_SIZE = number("moe_intermediate_size", "moe-ffn-hidden-size")
@@ -72,20 +72,20 @@ QWEN: tuple[Row, ...] = (
     SOME_LAYERS,
     EXPERT_SIZE,
     DENSE_SIZE,
-    # Megatron's softmax over the chosen experts is transformers' over all of them, divided by the
-    # sum of the chosen ones
+    # Without this option Megatron takes a softmax over the chosen experts. With the field set,
+    # transformers divides a softmax over all experts by the sum of the chosen ones. Both are equal.
     switch("norm_topk_prob", "moe-router-pre-softmax", False, reverse=True),
     fixed("use_sliding_window", False),
-    ignored("sliding_window"),  # nothing without use_sliding_window
+    ignored("sliding_window"),  # does nothing without use_sliding_window
     ignored("max_window_layers"),
 )
-# every layer has experts, and there is no dense MLP that Megatron's --ffn-hidden-size would size
+# Every layer has experts. So no dense MLP has the size of Megatron's --ffn-hidden-size.
 ALL_SPARSE: tuple[Row, ...] = (
     LOCAL_EXPERTS,
     EVERY_LAYER,
     number("intermediate_size", "moe-ffn-hidden-size"),
 )
-# sigmoid scores, a bias for choosing, groups, a scale: DeepSeek-V3 and its heirs
+# sigmoid scores, a correction bias, groups and a scale: DeepSeek-V3 and models like it
 SIGMOID: tuple[Row, ...] = (
     ROUTED_EXPERTS,
     LATER_LAYERS,
@@ -94,7 +94,7 @@ SIGMOID: tuple[Row, ...] = (
     number("routed_scaling_factor", "moe-router-topk-scaling-factor", default=1.0),
     SHARED_EXPERTS,
     GROUPS,
-    # Megatron divides the weights of a token by their sum if there are several of them
+    # Megatron divides the expert weights of a token by their sum, unless top-k is 1.
     derived("norm_topk_prob", lambda above: above["num_experts_per_tok"] > 1, default=True),
     fixed("scoring_func", None, "sigmoid"),
     fixed("topk_method", None, "noaux_tc"),
@@ -102,8 +102,8 @@ SIGMOID: tuple[Row, ...] = (
     ignored("num_mtp_layers"),
     *map(ignored, ("ep_size", "pretraining_tp", "seq_aux", "aux_loss_alpha")),
 )
-# transformers knows no other routing and does not write these, but vLLM without them takes softmax
-# for a DeepSeek-V3, and has no correction bias
+# transformers does not write these two fields, because it knows no other routing for DeepSeek-V3.
+# Without them vLLM takes softmax scores and no correction bias.
 SIGMOID_SAID = (fixed("scoring_func", "sigmoid", None), fixed("topk_method", "noaux_tc", None))
 # latent attention (MLA)
 LATENT: tuple[Row, ...] = (
@@ -115,7 +115,7 @@ LATENT: tuple[Row, ...] = (
     number("v_head_dim", "v-head-dim"),
     LATENT_ROPE,
     fixed("rope_interleave", True),
-    ignored("head_dim"),  # sums and parts of qk_nope_head_dim and qk_rope_head_dim
+    ignored("head_dim"),  # follow from qk_nope_head_dim and qk_rope_head_dim
     ignored("qk_head_dim"),
 )
 YARN: tuple[Row, ...] = (
@@ -128,7 +128,7 @@ YARN: tuple[Row, ...] = (
     *(fixed(name, None) for name in ("attention_factor", "mscale", "mscale_all_dim")),
 )
 
-# -- Megatron's arguments that every such model has; `{name}` is what the row of this name has read
+# -- Megatron's arguments of every model of a family; `{name}` is what the row `name` has read
 
 # Megatron's own defaults are those of GPT-2, with dropout
 BASE_FLAGS = """
@@ -136,8 +136,8 @@ BASE_FLAGS = """
 --hidden-dropout 0 """
 PLAIN_FLAGS = f"{BASE_FLAGS} --swiglu --disable-bias-linear --position-embedding-type rope "
 GROUPED_FLAGS = f"{PLAIN_FLAGS} --group-query-attention "
-# transformers computes these routers in float32. Unless its rate is 0, Megatron moves the bias in
-# every step, by how many tokens each expert had.
+# transformers computes these routers in float32. With another rate than 0 Megatron changes the bias
+# in every step, by the number of tokens of each expert.
 SIGMOID_FLAGS = """
 --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-dtype fp32
 --moe-router-bias-update-rate 0 """
@@ -155,9 +155,9 @@ self_attention.linear_qkv.bias      self_attn.{q,k,v}_proj.bias       qkv     if
 self_attention.q_layernorm.weight   self_attn.q_norm.weight           same    if=qk_layernorm
 self_attention.k_layernorm.weight   self_attn.k_norm.weight           same    if=qk_layernorm
 """)
-# Both sides have the rotary part of a head in pairs x0 x1, x2 x3. Megatron turns such pairs by
-# itself (`mla_rotary_interleaved` in multi_latent_attention.py), as transformers does with
-# `rope_interleave`; so no row of a weight has to change its place.
+# Both sides keep the rotary part of a head in pairs x0 x1, x2 x3, and rotate such pairs: Megatron
+# by `mla_rotary_interleaved` in multi_latent_attention.py, transformers by `rope_interleave`. So
+# the rows of the weights have the same order.
 LATENT_ATTENTION = table("""
 input_layernorm.weight                      input_layernorm.weight                same
 pre_mlp_layernorm.weight                    post_attention_layernorm.weight       same
@@ -179,7 +179,7 @@ mlp.router.weight                           mlp.gate.weight                     
 mlp.experts.experts.linear_fc1.weight       mlp.experts.*.{gate,up}_proj.weight   halves
 mlp.experts.experts.linear_fc2.weight       mlp.experts.*.down_proj.weight        same
 """)
-# the router's bias is added to the scores for choosing experts, and only for choosing them
+# The router's bias is added to the scores that choose the experts, not to their weights.
 BIASED = ROUTED + table("""
 mlp.router.expert_bias                mlp.gate.e_score_correction_bias            same
 mlp.shared_experts.linear_fc1.weight  mlp.shared_experts.{gate,up}_proj.weight    halves
@@ -195,8 +195,8 @@ mlp.router.weight                      block_sparse_moe.gate.weight             
 mlp.experts.experts.linear_fc1.weight  block_sparse_moe.experts.*.{w1,w3}.weight  halves
 mlp.experts.experts.linear_fc2.weight  block_sparse_moe.experts.*.w2.weight       same
 """)
-# biases everywhere, sinks in the attention, and all experts of a layer in one tensor of
-# transformers, with the rows of gate and up taking turns
+# Biases everywhere, sinks in the attention. All experts of a layer are one tensor of transformers,
+# in which the rows of gate and up alternate.
 GPT_OSS = table("""
 self_attention.core_attention.softmax_offset  self_attn.sinks                same
 self_attention.linear_proj.bias               self_attn.o_proj.bias          same
@@ -286,7 +286,7 @@ FAMILIES = (
             *(*COMMON, *HEADS, *ALL_SPARSE, *YARN, *(WINDOW, WINDOW_LAYERS, QUICK_GELU)),
             number("swiglu_limit", "activation-func-clamp-value", default=7.0),
             fixed("attention_bias", True),
-            # OpenAI's first names of num_experts_per_tok and original_max_position_embeddings
+            # OpenAI's own names of num_experts_per_tok and original_max_position_embeddings
             *map(ignored, ("experts_per_token", "initial_context_length")),
         ),
         flags=f"""{BASE_FLAGS} --quick-geglu --glu-linear-offset 1.0 --softmax-type learnable
@@ -304,7 +304,7 @@ FAMILIES = (
         sparse=GPT_OSS,
     ),
 )
-# types that a reader could expect here, and why they are not
+# model types that one may expect in FAMILIES, and why they are refused
 REFUSED = {
     "olmoe": (
         "its norms of queries and keys are over all heads together, Megatron's (SelfAttention in "

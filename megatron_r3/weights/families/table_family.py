@@ -1,4 +1,4 @@
-"""A model family as its rows in `table.py` describe it."""
+"""A model family that works by its rows in `table.py`."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from megatron_r3.weights.known import (
     routes_itself,
 )
 
-# What all models here are, as fields of TransformerConfig where it is not the default of Megatron's
-# class
+# What all families have in common: fields of TransformerConfig that differ from the defaults of
+# Megatron's class
 PLAIN: Fields = {
     "normalization": "RMSNorm",
     "gated_linear_unit": True,
@@ -39,7 +39,7 @@ PLAIN: Fields = {
     "add_bias_linear": False,
     "multi_latent_attention": False,
 }
-# ... and as ModelSettings
+# What all families have in common in ModelSettings
 _PLAIN_SETTINGS: Fields = {
     "tied": False,
     "position_embedding_type": "rope",
@@ -47,11 +47,12 @@ _PLAIN_SETTINGS: Fields = {
     "rotary_scaling": False,
     "interpolation": None,
 }
-# Fields of TransformerConfig that the shapes of the tensors or MOE_LAYERS show, whatever the family
+# Fields of TransformerConfig that may have any value in every family, because the shapes of tensors
+# or the row MOE_LAYERS show them
 SHOWN = ("num_query_groups", "kv_channels", "ffn_hidden_size", "moe_layer_freq")
-# how messages say that an option is off, where its name is not enough
+# what messages say for an option that must be off, where "no NAME" would be unclear
 _OFF = {"tied": "untied embeddings", "interpolation": "no rotary_seq_len_interpolation_factor"}
-# fields of config.json that are read whatever the family
+# fields of config.json that are read for every family
 _READ = ("model_type", "quantization_config", "rope_parameters", "rope_scaling", "rope_theta")
 _OUTSIDE = table(f"""
 {EMBEDDING}    model.embed_tokens.weight    same
@@ -61,10 +62,10 @@ _OUTSIDE = table(f"""
 
 
 class OtherFamilyError(ValueError):
-    """A Megatron model is not of a family.
+    """A Megatron model does not belong to a family.
 
     Args:
-        lacks: what it would need.
+        lacks: what the family needs and the model does not have.
     """
 
     def __init__(self, model_type: str, lacks: Sequence[str]) -> None:
@@ -80,10 +81,11 @@ class TableFamily:
         model_type, architecture: of config.json.
         rows: the fields of config.json. Of two rows with one name the later one counts.
         flags: Megatron's arguments of every such model; `{name}` is what a row has read.
-        config: fields of TransformerConfig, where PLAIN and Megatron's defaults are not right.
-        settings: ... of ModelSettings.
-        layer: the tensors of every layer but for the MLP; a dense layer's MLP; that with experts.
-        predicts: whether layers for prediction (MTP) may follow on the last layer.
+        config: fields of TransformerConfig that differ from PLAIN and from Megatron's defaults.
+        settings: fields of ModelSettings that differ from _PLAIN_SETTINGS.
+        layer: the tensors of every layer, without those of its MLP.
+        sparse, dense: the tensors of an MLP with experts, and of one without.
+        predicts: whether layers for prediction (MTP) may follow the last layer.
     """
 
     model_type: str
@@ -98,17 +100,17 @@ class TableFamily:
     predicts: bool = False
 
     def __post_init__(self) -> None:
-        """Leave one row of each name."""
+        """Keep the last row of each name."""
         last = {row.name: number for number, row in enumerate(self.rows)}
         rows = tuple(self.rows[number] for number in sorted(last.values()))
         object.__setattr__(self, "rows", rows)
 
     def attributes(self) -> set[str]:
-        """The fields of TransformerConfig or ModelSettings of which the rows know every value."""
+        """The fields of TransformerConfig or ModelSettings that the rows write or need."""
         return {name for row in self.rows for name in row.attributes}
 
     def known_fields(self) -> set[str]:
-        """The fields that a config.json may have beside those of RoPE."""
+        """The fields that a config.json may have outside of rope_parameters."""
         rows = {name for row in self.rows for name in row.names or (row.name,)}
         return {*rows, *CONFIG_CHANGES_NOTHING} - {*ROPE} | {*_READ, "partial_rotary_factor"}
 
@@ -140,7 +142,7 @@ class TableFamily:
         any_value = {*SHOWN, *self.attributes()}
         for values, place in ((wanted, config), ({**_PLAIN_SETTINGS, **self.settings}, settings)):
             for name, want in values.items():
-                have = getattr(place, name, None)  # a release that lacks the field has it off
+                have = getattr(place, name, None)  # in a release without the field it is off
                 holds = name in any_value or have == want or (have is None and not want)
                 value = getattr(want, "__name__", want)
                 needed.append((holds, f"{name}={value}" if want else _OFF.get(name, f"no {name}")))
@@ -167,19 +169,20 @@ class TableFamily:
         """Megatron's arguments for the model that a config.json describes.
 
         Raises:
-            ValueError: naming a field that is missing, or whose value Megatron cannot do.
+            ValueError: naming a field that is missing, or whose value Megatron does not support.
         """
         fields = self.described(hf_config)
         found = [word for row in self.rows for word in row.arguments(fields[row.name], fields)]
         return [*found, *self.flags.format_map({n: shown(v) for n, v in fields.items()}).split()]
 
     def described(self, hf_config: Fields) -> dict[str, Any]:
-        """What the rows read of a config.json, by their names.
+        """What the rows read of a config.json, by the names of the rows.
 
-        Two config.json describe the same model if this is equal, but for `max_position_embeddings`.
+        Two config.json describe the same model if all of these values are equal, apart from
+        `max_position_embeddings`.
 
         Raises:
-            ValueError: naming a field that is missing, or whose value Megatron cannot do.
+            ValueError: naming a field that is missing, or whose value Megatron does not support.
         """
         if (named := hf_config.get("model_type")) != self.model_type:
             raise ValueError(f"model_type is {quoted(named)}; expected {self.model_type}")
@@ -203,18 +206,18 @@ class TableFamily:
         if settings.vocab_size is None:
             made["vocab_size"] = theirs["vocab_size"]
         ours = self.described(made)
-        skipped = {"max_position_embeddings"}  # RoPE has no table that ends there
+        skipped = {"max_position_embeddings"}  # does nothing with RoPE
         if self.dense and len(theirs[MOE_LAYERS]) == theirs["num_hidden_layers"]:
-            skipped.add("intermediate_size")  # of no layer
+            skipped.add("intermediate_size")  # no layer has an MLP of this size
         for name in theirs:
             if name not in skipped and theirs[name] != ours[name]:
                 raise ValueError(
-                    f"{name} is {quoted(theirs[name])}; Megatron's arguments make it "
-                    f"{quoted(ours[name])}: other model arguments"
+                    f"{name} is {quoted(theirs[name])}; Megatron's arguments say "
+                    f"{quoted(ours[name])}: give this model's arguments"
                 )
 
     def _refuse_unknown(self, hf_config: Fields, rope: Mapping[str, Any]) -> None:
-        """Refuse a field of which nobody has looked at what it changes.
+        """Refuse a field if it is not known what the field changes.
 
         Raises:
             ValueError: naming the field.
@@ -223,6 +226,6 @@ class TableFamily:
             for name, value in fields.items():
                 if value is not None and name not in known:
                     raise ValueError(
-                        f"{name} is {quoted(value)}, and nobody here has looked at what it does to "
-                        f"a {self.model_type} model: take it out if it does nothing"
+                        f"{name} is {quoted(value)}, and what it does to a {self.model_type} model "
+                        "is not known here: remove it from the file if it does nothing"
                     )

@@ -16,15 +16,15 @@ from torch import Tensor
 from megatron_r3.weights.family import Mapped
 from megatron_r3.weights.pieces import Place
 
-# with Megatron's TransformerConfig first
+# its arguments: Megatron's TransformerConfig, and the tensors to be converted
 Change = Callable[[Any, list[Tensor]], list[Tensor]]
 
 
 class Rule(NamedTuple):
-    """How the tensors of one row become each other.
+    """How to convert between the Megatron tensors and the transformers tensors of one row.
 
     Attributes:
-        to_hf, to_megatron: the inverse of each other; the results may share memory.
+        to_hf, to_megatron: inverse functions; the results may share memory with the arguments.
         all_experts: whether one tensor of transformers holds all experts of a layer.
     """
 
@@ -37,9 +37,9 @@ class Tensors(NamedTuple):
     """A row of a table: a tensor of Megatron, and the tensors of transformers with its values.
 
     Attributes:
-        ours, theirs: the names; those of a layer's tensors without its number.
-        when: a field of TransformerConfig; the tensor is there if the field is set.
-        unless: the same, and the tensor is there if it is not set.
+        ours, theirs: Megatron's and transformers' names; in a layer, the part behind its number.
+        when: a field of TransformerConfig; the model has the tensor only if the field is set.
+        unless: a field of TransformerConfig; the model has the tensor only if it is not set.
     """
 
     ours: str
@@ -52,11 +52,11 @@ class Tensors(NamedTuple):
 def table(text: str) -> tuple[Tensors, ...]:
     """The rows of a text: Megatron's name, transformers', a rule of RULES, and what it depends on.
 
-    Example: `mlp.linear_fc1.weight mlp.{gate,up}_proj.weight halves` is of each layer one tensor of
-    Megatron, decoder.layers.3.mlp.linear_fc1.weight, and two of transformers:
-    model.layers.3.mlp.gate_proj.weight with the first half of its rows, ...up_proj.weight with the
-    second one. Braces are as in a shell; a `*` is the number of an expert; a last word `if=FIELD`
-    or `unless=FIELD` says when the tensor is there.
+    Example: `mlp.linear_fc1.weight mlp.{gate,up}_proj.weight halves`. In layer 3 Megatron's tensor
+    decoder.layers.3.mlp.linear_fc1.weight is two tensors of transformers: its first half of rows is
+    model.layers.3.mlp.gate_proj.weight, its second half ...up_proj.weight. Braces are as in a
+    shell. A `*` is the number of an expert. A last word `if=FIELD` or `unless=FIELD` is `when` or
+    `unless` of `Tensors`.
     """
     rows = []
     for line in text.strip().splitlines():
@@ -93,12 +93,12 @@ def mapped(rows: Iterable[Tensors], config: Any, layer: int | None = None) -> It
 
 
 def own_dtype(place: Place) -> torch.dtype | None:
-    """The dtype that transformers keeps whatever the other weights have; None: it is as theirs."""
+    """The dtype of a tensor that transformers never stores in another; None for most tensors."""
     return torch.float32 if place.key.endswith("mlp.router.expert_bias") else None
 
 
 def _names(pattern: str) -> tuple[str, ...]:
-    """Of `x.{gate,up}.weight`: x.gate.weight and x.up.weight."""
+    """The names in a pattern: `x.{gate,up}.weight` stands for x.gate.weight and x.up.weight."""
     first, *rest = re.split(r"\{(.*)\}", pattern)
     return tuple(first + word + rest[1] for word in rest[0].split(",")) if rest else (first,)
 
@@ -116,13 +116,13 @@ def _joined(config: Any, parts: list[Tensor]) -> list[Tensor]:
 
 
 def _heads(config: Any) -> tuple[int, int, int]:
-    """Query groups, queries in each of them, and the size of a head."""
+    """The number of query groups, the number of queries in a group, and the size of a head."""
     groups = config.num_query_groups
     return groups, config.num_attention_heads // groups, config.kv_channels
 
 
 def _by_kind(config: Any, whole: list[Tensor]) -> list[Tensor]:
-    """Queries, keys and values of `linear_qkv`, its weight or its bias.
+    """Split the weight or the bias of `linear_qkv` into queries, keys and values.
 
     Example with 4 heads in 2 query groups: Megatron's rows are, head by head,
     q0 q1 k0 v0 q2 q3 k1 v1 (each group's queries, then its key and its value); transformers has the
@@ -142,7 +142,7 @@ def _by_group(config: Any, parts: list[Tensor]) -> list[Tensor]:
 
 
 def _stacked(config: Any, experts: list[Tensor]) -> list[Tensor]:
-    """All experts in one tensor: rows and columns of a weight change their places."""
+    """Stack all experts into one tensor, and transpose their weights (not their biases)."""
     return [torch.stack(experts).transpose(1, -1)]
 
 
@@ -151,7 +151,7 @@ def _unstacked(config: Any, stacked: list[Tensor]) -> list[Tensor]:
 
 
 def _taking_turns(config: Any, experts: list[Tensor]) -> list[Tensor]:
-    """As `_stacked`; and Megatron's rows g0 g1 u0 u1 (gate, then up) become g0 u0 g1 u1."""
+    """`_stacked`, after Megatron's rows g0 g1 u0 u1 (gate, then up) became g0 u0 g1 u1."""
     return _stacked(config, [torch.stack(e.chunk(2), dim=1).flatten(0, 1) for e in experts])
 
 
