@@ -14,7 +14,7 @@ def add_balance(
     """Register `skew`.
 
     Args:
-        number: makes the type of an argument that is a number of a kind, from one value on.
+        number: makes an argparse type from int or float, and the smallest number that is allowed.
     """
     summary = "show how unevenly rollouts load the ranks: as they lie, shuffled, and with guests"
     parser = commands.add_parser("skew", help=summary, description=summary)
@@ -31,20 +31,20 @@ def add_balance(
         help="ranks of the group that have the same rollouts: tensor times context parallel size "
         "(default: 1)")  # fmt: skip
     add("--global-batch-size", type=number(int, 1), metavar="N",
-        help="rollouts that are shuffled among themselves (default: all)")  # fmt: skip
+        help="rollouts of a global batch, which is shuffled by itself (default: all)")  # fmt: skip
     add("--seed", type=number(int, 0), default=1, help="of the shuffle (default: 1)")
     add("--domain", type=number(int, 1), metavar="N",
-        help="guests are among so many neighbouring ranks, such as those that share NVLink "
-        "(default: the whole group)")  # fmt: skip
+        help="a guest is on one of the N neighbouring ranks of its expert, such as those that "
+        "share NVLink (default: the whole group)")  # fmt: skip
     add("--least-tokens", type=number(int, 1), default=1024, metavar="N",
-        help="no guest has fewer tokens (default: 1024)")  # fmt: skip
+        help="fewest tokens of a guest (default: 1024)")  # fmt: skip
     add("--layers", action="store_true", help="show every layer")
     add("--plot", type=Path, metavar="FILE", help="draw the table as PNG, SVG or PDF")
     add("--json", action="store_true", help="print all numbers as JSON")
 
 
 def run_skew(args: argparse.Namespace) -> int:
-    """Print the table, or the numbers as JSON, and draw them where that is asked for."""
+    """Print the table, or with --json the numbers; with --plot draw the table too."""
     import json
 
     from megatron_r3.balance.skew import SkewPlan, measure_skew

@@ -22,7 +22,7 @@ _LINEARS = "linear_fc1", "linear_fc2"
 
 
 def expert_weights(experts: Any) -> list[list[Tensor]]:
-    """The parameters of each own expert; those of a guest come in the same order."""
+    """The parameters of each own expert, in the order in which a guest's parameters come."""
     if hasattr(experts, "local_experts"):
         return [[*expert.parameters()] for expert in experts.local_experts]
     linears = [getattr(experts, name) for name in _LINEARS]
@@ -31,10 +31,10 @@ def expert_weights(experts: Any) -> list[list[Tensor]]:
 
 
 def checked_weights(experts: Any) -> list[list[Tensor]]:
-    """As `expert_weights`, of experts that nobody has looked at yet.
+    """`expert_weights`, after a check that guests can have these weights.
 
     Raises:
-        ValueError: experts whose weights cannot travel as one row of numbers each.
+        ValueError: the weights of an expert cannot be sent as one row of numbers.
     """
     option, kind = "moe_router_replay_guest_slots", type(experts).__name__
     if not hasattr(experts, "local_experts"):
@@ -75,7 +75,7 @@ def compute_with_guests(
     """
     if not hasattr(experts, "local_experts"):
         return _with_more(experts, guests)(hidden_PH, tokens_per_place, probs_P)[0]
-    # one by one: any expert of the rank computes a guest, with the guest's weights for its own
+    # One by one: the first own expert's module computes each guest, with the guest's weights.
     of_own = tokens_per_place[: len(tokens_per_place) - len(guests)]
     sizes = [int(of_own.sum()), *tokens_per_place[len(of_own) :].tolist()]
     hidden, probs = hidden_PH.split(sizes), probs_P.split(sizes)
@@ -102,7 +102,7 @@ def _with_more(experts: Any, guests: Sequence[Sequence[Tensor]]) -> Any:
         linear._parameters = dict(linear._parameters)
         for place, weights in enumerate(guests, experts.num_local_experts):
             linear._parameters[f"weight{place}"] = weights[part]
-        if hasattr(linear, "bias0"):  # Transformer Engine has an empty one for each matrix
+        if hasattr(linear, "bias0"):  # Transformer Engine has an empty bias for each weight
             for place in range(experts.num_local_experts, number):
                 setattr(linear, f"bias{place}", linear.bias0)
         linear.num_gemms = number

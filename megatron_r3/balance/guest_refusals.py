@@ -1,4 +1,4 @@
-"""Which configs can have guests, and why another one is refused."""
+"""Which configs can have guests, and why the others are refused."""
 
 from __future__ import annotations
 
@@ -7,39 +7,39 @@ from typing import Any
 from megatron_r3.balance.moves import LEAST_TOKENS
 
 _SLOTS = "moe_router_replay_guest_slots"
-# Options that guests cannot be with, and why. `_FINE` has the values that are fine; of an option
-# that it lacks these are None, 0 and 1.
+# Options that guests do not work with, and why. `_FINE` has the values that are allowed; for an
+# option that is not in `_FINE` these are None, 0 and 1.
 _REFUSED = {
-    "moe_router_replay_dispatch_plan": "guests are planned with the dispatch; leave the plan on",
-    "moe_token_dispatcher_type": "the dispatcher {!r} sends tokens to experts in a way of its own; "
+    "moe_router_replay_dispatch_plan": "guests belong to the dispatch plan; leave the plan on",
+    "moe_token_dispatcher_type": "with the dispatcher {!r} tokens cannot be sent to guests; "
     "use alltoall",
     "expert_tensor_parallel_size": "with expert tensor parallelism a rank has a part of each "
     "expert; set expert_tensor_parallel_size to 1",
     "expert_gtp_weight_remat_size": "with expert_tensor_parallel_num_weight_shards no rank has the "
     "whole weights of its experts; leave it out",
-    "cuda_graph_impl": "a CUDA graph would repeat the guests of its first micro-batch",
+    "cuda_graph_impl": "a CUDA graph would repeat its first micro-batch's guests; leave it out",
 }
 _FINE: dict[str, tuple[Any, ...]] = {
     "moe_router_replay_dispatch_plan": (True,),
     "moe_token_dispatcher_type": ("alltoall",),
     "cuda_graph_impl": (None, "none"),
 }
-# what nobody has run or proved with guests, with a word for each
+# options that were not run or proved with guests, and what stands against each
 _NOT_PROVED = {
     "fp8": "in fp8 a weight has scales that do not travel with it",
     "fp4": "in fp4 a weight has scales that do not travel with it",
     "quant_recipe": "quantized weights have scales that do not travel with them",
     "moe_use_legacy_grouped_gemm": "all experts of a rank lie in one weight",
     "moe_single_grouped_weight": "all experts of a rank lie in one weight",
-    "moe_use_grouped_tensor": "its padding is made for the number of own experts",
+    "moe_use_grouped_tensor": "it pads for the number of own experts",
     "moe_apply_probs_on_input": "guests apply the probabilities after the activation",
-    "use_transformer_engine_op_fuser": "the fused operations have the weights that they began with",
-    "gradient_accumulation_fusion": "it adds gradients to main_grad, past those that come home",
+    "use_transformer_engine_op_fuser": "fused operations keep the weights of their first call",
+    "gradient_accumulation_fusion": "it bypasses autograd, which sends the gradients of guests",
     "overlap_moe_expert_parallel_comm": "its schedule calls the parts of a layer in another order",
-    "delay_wgrad_compute": "it computes gradients of weights after they would have come home",
-    "overlap_dispatch_backward_with_experts_wgrad": "it computes gradients of weights later",
-    "cpu_offloading": "it takes what a layer keeps for its backward pass",
-    "fine_grained_activation_offloading": "it takes what a layer keeps for its backward pass",
+    "delay_wgrad_compute": "it computes gradients of weights too late to send those of guests",
+    "overlap_dispatch_backward_with_experts_wgrad": "it computes gradients of weights too late",
+    "cpu_offloading": "it changes how tensors are saved for backward",
+    "fine_grained_activation_offloading": "it changes how tensors are saved for backward",
     "add_bias_linear": "experts with a bias return it apart from their output",
     "use_megatron_fsdp": "no rank has the whole weights of its experts",
     "use_torch_fsdp2": "no rank has the whole weights of its experts",
@@ -97,8 +97,8 @@ def _wrong_numbers(slots: int, domain: int | None, tokens: int | None, ranks: in
         ),
         (
             domain is not None and domain > 1 and ranks > domain and ranks % domain > 0,
-            f"moe_router_replay_guest_domain {domain}: {ranks} ranks are no whole number of "
-            f"domains; give a divisor of {ranks}",
+            f"moe_router_replay_guest_domain {domain}: {ranks} ranks cannot be divided into "
+            f"domains of that size; give a divisor of {ranks}",
         ),
     ]
     return [reason for refused, reason in checks if refused]

@@ -1,10 +1,11 @@
 """Guest experts: which hot experts get a copy on another rank, and how many tokens go there.
 
 The load of a rank is the number of (token, expert) pairs that its experts compute. All ranks wait
-for the busiest one. So its hottest expert is given a place, a guest slot, on the idlest rank, and
-some of the expert's tokens with it, until no rank is above a limit; the smallest limit that the
-slots allow is searched. Example: 2 ranks, 2 experts each, one slot a rank, and 6 2 1 1 tokens. Rank
-0 has 8, rank 1 has 2, the mean is 5: expert 0 sends 3 of its 6 tokens to its guest on rank 1.
+for the busiest rank. So the hottest expert of that rank gets a guest slot on the idlest rank, which
+then computes some of the expert's tokens. This is repeated until no rank's load is above a limit,
+and the lowest limit that the slots allow is searched. Example: 2 ranks, 2 experts each, one slot a
+rank, and 6 2 1 1 tokens. Rank 0 has 8, rank 1 has 2, the mean is 5: expert 0 sends 3 of its 6
+tokens to its guest on rank 1.
 
 All layers of a micro-batch are planned at once, because numpy takes as long for one as for fifty.
 
@@ -17,22 +18,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
-LEAST_SKEW = 1.05  # below it, the busiest rank has so little too much that nothing is moved
-LEAST_TOKENS = 1024  # of a guest: fewer do not pay for the expert's weights on the wire
+LEAST_SKEW = 1.05  # a layer below it has no guests, because they would gain too little
+LEAST_TOKENS = 1024  # of a guest: fewer are not worth sending the expert's weights
 _CLOSE = 1.005  # a limit this close to the mean is as good as the mean
 _TRIED, _ROUNDS = 5, 3  # limits that are tried at once, and how often the range is narrowed
 
 
 @dataclass(frozen=True)
 class Moves:
-    """What goes to guests, one entry for each guest of any layer.
+    """What goes to guests. The arrays `[V]` have one entry for each guest in all layers.
 
     Attributes:
         layer_V: index of the layer.
         expert_V: the expert, 0 to E - 1.
         rank_V: the rank of the guest.
-        tokens_V: how many of the expert's tokens it takes.
-        load_LR: the load of each rank once they are moved.
+        tokens_V: how many of the expert's tokens the guest takes.
+        load_LR: the load of each rank after the moves.
     """
 
     layer_V: np.ndarray
@@ -43,12 +44,12 @@ class Moves:
 
 
 def rank_load(load_LE: np.ndarray, num_ranks: int) -> np.ndarray:
-    """The load of each rank without guests, `[L, R]`: rank r has the experts r * E / R and on."""
+    """The load of each rank without guests, `[L, R]`. Each rank has E / R consecutive experts."""
     return load_LE.reshape(len(load_LE), num_ranks, load_LE.shape[1] // num_ranks).sum(2)
 
 
 def skew(load_LR: np.ndarray) -> np.ndarray:
-    """The busiest rank's load by the mean, float64 `[L]`; 1 for a layer without tokens."""
+    """The busiest rank's load divided by the mean, float64 `[L]`; 1 for a layer without tokens."""
     mean_L = load_LR.mean(1)
     return np.divide(load_LR.max(1), mean_L, out=np.ones(len(load_LR)), where=mean_L > 0)
 
@@ -62,16 +63,16 @@ def plan_moves(
     least_tokens: int = LEAST_TOKENS,
     least_skew: float = LEAST_SKEW,
 ) -> Moves:
-    """The moves with the smallest largest load that the slots allow.
+    """The moves that lower the busiest rank's load of each layer as far as the search finds.
 
     Args:
-        load_LE: whole numbers, how many tokens take each expert, over all ranks.
+        load_LE: whole numbers, how many tokens of all ranks take each expert.
         num_ranks: R, among which the E experts are shared out evenly.
         slots: guests that a rank can have at a time.
         domain: an expert and its guest are among the same `domain` neighbouring ranks, such as
             those that share NVLink. None is all R ranks.
-        least_tokens: no guest has fewer.
-        least_skew: a layer below it has no guests.
+        least_tokens: fewest tokens of a guest.
+        least_skew: a layer with a lower skew has no guests.
     """
     load_LE = load_LE.astype(np.int64)
     load_LR = rank_load(load_LE, num_ranks)
@@ -86,7 +87,7 @@ def plan_moves(
         limits = low_L + shares[:, None] * (high_L - low_L)
         found = search.spill(limits.ravel())
         kept = found.kept_X.reshape(limits.shape)
-        first_L = kept.argmax(0)  # the lowest limit that can be kept; 0 where none can
+        first_L = kept.argmax(0)  # index of the lowest limit that can be kept; 0 if none can
         some_L = kept[first_L, layers]
         best.take(found, layers[some_L], (first_L * len(layers) + layers)[some_L])
         below_L = np.where(first_L > 0, limits[first_L - 1, layers], low_L)
@@ -102,7 +103,7 @@ class _Found:
     Attributes:
         kept_X: whether the case's limit was kept.
         load_XR: the load afterwards.
-        expert_XV, rank_XV, tokens_XV: the moves of each case; 0 tokens behind its last one.
+        expert_XV, rank_XV, tokens_XV: the moves of each case; behind the last one tokens are 0.
     """
 
     kept_X: np.ndarray
@@ -112,15 +113,15 @@ class _Found:
     tokens_XV: np.ndarray
 
     def take(self, other: _Found, here_L: np.ndarray, there_L: np.ndarray) -> None:
-        """Replace some cases by those that `other` has in the place `there_L` of each."""
+        """Replace the cases `here_L` of this object by the cases `there_L` of `other`."""
         for name in ("load_XR", "expert_XV", "rank_XV", "tokens_XV"):
             getattr(self, name)[here_L] = getattr(other, name)[there_L]
 
     def moves(self, planned_L: np.ndarray, load_LR: np.ndarray) -> Moves:
-        """The moves in one row, with the load of all layers; there is a case for each planned one.
+        """The moves of all cases, one behind the other. Each case is a planned layer.
 
         Args:
-            planned_L: indices of the layers that were planned.
+            planned_L: indices of the layers that were planned, in the order of the cases.
             load_LR: the load of all layers without guests.
         """
         cases, places = np.nonzero(self.tokens_XV)
@@ -133,7 +134,7 @@ class _Found:
 
 @dataclass(frozen=True)
 class _Search:
-    """Tries to keep limits of some layers; the arguments are those of `plan_moves`."""
+    """Tries limits on the ranks' load in some layers. The arguments are those of `plan_moves`."""
 
     load_LE: np.ndarray
     num_ranks: int
@@ -142,7 +143,7 @@ class _Search:
     least_tokens: int
 
     def nothing(self) -> _Found:
-        """A case without a move for each layer."""
+        """For each layer a case without moves."""
         num_layers, load_LR = len(self.load_LE), rank_load(self.load_LE, self.num_ranks)
         return _Found(np.ones(num_layers, bool), load_LR, *self._no_moves(num_layers))
 
@@ -152,13 +153,14 @@ class _Search:
     def spill(self, limit_X: np.ndarray) -> _Found:
         """In each case move tokens from the busiest rank until no rank is above the limit.
 
-        A rank does not get two guests of one expert. It would get a second one only if it had room
-        left when the expert's home is above the limit again. But the first guest left either the
-        rank without room, or the expert without tokens, or the home at its limit or below, where
-        guests of its own cannot raise it above.
+        No rank gets two guests of one expert. For a second one the rank would need room left, while
+        the expert's own rank is above the limit again. But the first guest filled the rank, or took
+        all of the expert's tokens, or brought the expert's own rank down to the limit. Guests that
+        the own rank takes later cannot raise its load above the limit.
 
         Args:
-            limit_X: limits of all layers, one behind the other: of L layers, case x is layer x % L.
+            limit_X: one limit for each layer, then the next limits. Of L layers, case x is of layer
+                x % L.
         """
         least = max(self.least_tokens, 1)
         num_tried = len(limit_X) // len(self.load_LE)
@@ -169,7 +171,7 @@ class _Search:
         domain_R = np.arange(self.num_ranks) // self.domain
         expert_XV, rank_XV, tokens_XV = self._no_moves(len(limit_X))
         kept_X = np.zeros(len(limit_X), bool)
-        cases = np.arange(len(limit_X))  # those that are neither kept nor given up
+        cases = np.arange(len(limit_X))  # the cases whose limit is neither kept nor given up
         for number in range(self.num_ranks * self.slots + 1):
             home = load_XR[cases].argmax(1)
             excess = load_XR[cases, home] - limit_X[cases]
@@ -181,7 +183,7 @@ class _Search:
             open_XR = (free_XR[cases] > 0) & (domain_R == domain_R[home][:, None])
             guest = np.where(open_XR, load_XR[cases], np.iinfo(np.int64).max).argmin(1)
             room = np.floor(limit_X[cases]) - load_XR[cases, guest]
-            # Fewer than the least would pay for no guest, so a small excess sends more than itself.
+            # A guest needs `least` tokens, so for a small excess more tokens move than the excess.
             tokens = np.maximum(np.ceil(excess), least)
             tokens = np.minimum(tokens, left_XRO[cases, home, local])
             tokens = np.where(open_XR.any(1), np.minimum(tokens, room), 0).astype(np.int64)

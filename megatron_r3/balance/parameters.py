@@ -1,9 +1,10 @@
 """Parameters that are gathered while the forward pass runs (`--overlap-param-gather`).
 
-A distributed optimizer leaves each rank a part of the new parameters. With that option a module
-waits for its parameters in a hook before its forward pass, and the hook begins to gather those of
-the next bucket (`DistributedDataParallel` and `param_and_grad_buffer.py` in megatron/core/
-distributed). Guests read parameters of experts outside their forward pass.
+After a step of the distributed optimizer each rank has a part of the new parameters. With this
+option a module's hook waits, before the module's forward pass, until the module's parameters are
+gathered, and then begins to gather those of the next bucket (`DistributedDataParallel` and
+`param_and_grad_buffer.py` in megatron/core/distributed). An expert's parameters are sent to guests
+outside of the expert's forward pass, so this file calls the hooks.
 """
 
 from __future__ import annotations
@@ -16,21 +17,21 @@ _WAITS = "DistributedDataParallel._make_forward_pre_hook"
 
 
 def wait_for_parameters(experts: Any) -> None:
-    """Let the experts have their parameters of this step, as their own forward pass would.
+    """Wait until the experts have their parameters of this step.
 
-    Every rank must call it before every forward pass of a layer, whether or not it has guests: a
-    bucket that was not begun is begun here, and the ranks that share parameters must begin all
-    buckets in the same order.
+    Every rank must call it before every forward pass of a layer, with or without guests. For it may
+    begin to gather a bucket, and ranks that share parameters must begin all buckets in the same
+    order.
     """
     for module, hook in _waits(experts):
         hook(module)
 
 
 def parameters_are_there(experts: Any) -> bool:
-    """Whether the experts have their parameters of this step already; nothing is begun.
+    """Whether the experts have their parameters of this step already. Begins no gathering.
 
-    Example: in the first micro-batch of a step a layer asks this of the next layer, whose
-    parameters are still on their way; from the second micro-batch on they are there.
+    Example: each layer asks for the next layer. In the first micro-batch of a step, the next
+    layer's parameters are still on their way; from the second micro-batch on they are there.
     """
     for module, hook in _waits(experts):
         groups = inspect.getclosurevars(hook).nonlocals["self"].param_to_bucket_group

@@ -2,14 +2,14 @@
 
 A rank has a place for each of its O own experts, and then S guest slots. Example with 2 ranks, 4
 experts and one slot a rank: the places 0 1 2 of rank 0 hold the experts 0 1 and a guest, the places
-3 4 5 of rank 1 the experts 2 3 and a guest. To a dispatcher a place is an expert, so that nothing
-of the dispatch changes but the number of experts.
+3 4 5 of rank 1 the experts 2 3 and a guest. A dispatcher takes a place for an expert, so only the
+number of experts changes in the dispatch.
 
-Which of an expert's tokens go to its guest is settled by counting. The tokens of all ranks stand in
-one row, those of the expert's own rank first: its home takes the first ones, each guest the next.
-Example: the ranks send 4 and 5 tokens to expert 0 of rank 0, and its guest on rank 1 takes 3 of the
-9. So 6 stay: all 4 of rank 0 and the first 2 of rank 1, and the tokens 3 to 5 of rank 1 go to the
-guest.
+The home of an expert is its place on its own rank. To decide which of an expert's tokens go to a
+guest, the tokens of all ranks are put in a row, those of the expert's own rank first. The home
+takes the first ones, each guest the next. Example: ranks 0 and 1 send 4 and 5 tokens to expert 0 of
+rank 0, and the guest on rank 1 takes 3 of these 9. So 6 stay: all 4 of rank 0 and the first 2 of
+rank 1. The tokens 3 to 5 of rank 1 go to the guest.
 
 Shape suffixes (docs/glossary.md): E, I, L, R, T, V.
 """
@@ -33,15 +33,15 @@ class LayerGuests:
     """The guests of one layer, as one rank needs to know them.
 
     Attributes:
-        packed: int64, in pinned memory, what the device needs, one after the other. First the
-            expert of each of the I places, 0 in an empty slot. Then the places that have bounds:
-            all slots, and the homes of their experts. Then their bounds `low` and `high`: of the
-            tokens that this rank sends to the expert, counted from 1, number `low` + 1 to number
-            `high` go to the place. An empty slot gets none.
+        packed: int64, in pinned memory: all that the device needs, in one tensor. First the expert
+            of each of the I places, 0 for an empty slot. Then the places with bounds: all slots,
+            and the homes of the experts that have guests. Then the bounds `low` and `high` of each:
+            count the tokens that this rank sends to the expert from 1; the place gets those from
+            `low` + 1 to `high`. An empty slot gets none.
         num_places: I.
         sends: for each rank, which of this rank's own experts have a guest there, ascending.
-        receives: how many guests of this rank come from each rank. Its slots hold them in this
-            order.
+        receives: how many guests of this rank come from each rank. This rank's slots hold guests in
+            the order of those ranks.
         expert_of_slot: the expert of each guest of this rank.
     """
 
@@ -59,11 +59,11 @@ class LayerGuests:
         return expert_I, place_V, low_V, high_V
 
     def to_places(self, probs_TE: Tensor, map_TE: Tensor) -> tuple[Tensor, Tensor]:
-        """Probabilities and routing map of places `[T, I]`, of this rank's tokens.
+        """Probabilities and routing map of this rank's tokens by place, both `[T, I]`.
 
-        A token is the nth one that this rank sends to its expert, and a place with bounds takes
-        those between them. Example: the tokens 0 2 3 take expert 1, and are its 1st, 2nd and 3rd;
-        its home has the bounds 0 and 2, its guest 2 and 3: token 3 goes to the guest.
+        Example: the tokens 0 2 3 take expert 1, so they are the 1st, 2nd and 3rd that this rank
+        sends there. The home has the bounds 0 and 2 and takes the 1st and 2nd; the guest has the
+        bounds 2 and 3 and takes the 3rd, which is token 3.
         """
         expert_I, place_V, low_V, high_V = self.on_device(map_TE.device)
         map_TI = map_TE.index_select(1, expert_I)
@@ -86,31 +86,32 @@ def place_tokens(
 
     Args:
         counts_RLE: how many tokens each rank sends to each expert.
-        moves: of the sum over all ranks.
-        slots: of each rank.
-        rank: whose view of the guests is wanted.
+        moves: planned for the sum of `counts_RLE` over all ranks.
+        slots: guest slots of a rank.
+        rank: the rank whose view of the guests is returned.
 
     Returns:
-        int64 `[R, L, I]`, the same on every rank, and for each layer its guests or None.
+        The counts, int64 `[R, L, I]`, the same on every rank; and for each layer its guests, or
+        None if the layer has none.
     """
     num_ranks, num_layers, num_experts = counts_RLE.shape
     num_local = num_experts // num_ranks
     own_E = own_places(num_experts, num_ranks, slots)
     counts_LIR = np.zeros((num_layers, num_ranks * (num_local + slots), num_ranks), np.int64)
     counts_LIR[:, own_E] = counts_RLE.transpose(1, 2, 0)
-    # by layer, then expert: guests of one rank are in the order in which their weights arrive
+    # By layer, then by expert. So the guests on a rank are in the order of their weights' arrival.
     order = np.lexsort((moves.rank_V, moves.expert_V, moves.layer_V))
     layer_V, expert_V, rank_V, tokens_V = (
         a[order] for a in (moves.layer_V, moves.expert_V, moves.rank_V, moves.tokens_V)
     )
     home_V = expert_V // num_local
     sent_RV = counts_RLE[:, layer_V, expert_V].astype(np.int64)
-    # how many tokens of the expert stand before those of each rank: its own rank's stand first
+    # In the expert's row of tokens (see above), how many stand before those of each rank.
     turn_RV = (home_V + np.arange(num_ranks)[:, None]) % num_ranks
     in_turn_RV = np.take_along_axis(sent_RV, turn_RV, 0)
     before_RV = np.empty_like(sent_RV)
     np.put_along_axis(before_RV, turn_RV, in_turn_RV.cumsum(0) - in_turn_RV, 0)
-    # guests of one expert stand beside each other here, and share the end of its row of tokens
+    # Guests of one expert are neighbours here, and take the end of the expert's row of tokens.
     same_V = layer_V * num_experts + expert_V
     after_V = _sum_from_here(tokens_V, same_V)
     begin_V = sent_RV.sum(0) - after_V
@@ -151,9 +152,9 @@ def place_tokens(
 
 
 def sizes_with_guests(config: Any) -> SizesOf:
-    """What plans a micro-batch with the guests that a config asks for.
+    """The function that plans a micro-batch with as many guest slots as the config has.
 
-    Every rank works out the same guests from the gathered counts, so they cost no collective.
+    Every rank works out the same guests from the gathered counts, so guests need no collective.
     """
     slots = config.moe_router_replay_guest_slots
     domain, least = config.moe_router_replay_guest_domain, config.moe_router_replay_guest_tokens
@@ -179,13 +180,13 @@ def sizes_with_guests(config: Any) -> SizesOf:
 
 
 def _pinned(numbers: np.ndarray) -> Tensor:
-    """A tensor that a device can read while the host goes on, where there is a device."""
+    """The numbers as a tensor; with a GPU in pinned memory, so that copying does not block."""
     tensor = torch.from_numpy(numbers)
     return tensor.pin_memory() if torch.cuda.is_available() else tensor
 
 
 def _sum_from_here(values_V: np.ndarray, key_V: np.ndarray) -> np.ndarray:
-    """For each value the sum from it to the last one with its key; equal keys are neighbours.
+    """For each value the sum of it and all later values with its key; equal keys are neighbours.
 
     Example: the values 3 2 4 with the keys 0 0 1 give 5 2 4.
     """

@@ -1,7 +1,7 @@
 """How unevenly the rollouts of stores load the ranks: in their order, shuffled, and with guests.
 
-Nothing is trained: the rows of each rollout that take each expert are counted. What a GPU would
-take for it is not worked out here.
+Nothing is trained: the rows of each rollout that take each expert are counted. The time on a GPU is
+not estimated.
 
 Shape suffixes (docs/glossary.md): E, L, M, R, V.
 """
@@ -28,14 +28,14 @@ class SkewPlan:
 
     Attributes:
         ep: sizes of the expert-parallel group.
-        slots: guest slots of a rank; 0 is without guests.
+        slots: numbers of guest slots of a rank; 0 is without guests.
         micro_batch_size: rollouts of a rank in one micro-batch.
         ranks_per_rollout: ranks that have the same rollouts, because tensor or context parallelism
             shares out the tokens of each among them.
-        global_batch_size: rollouts that are shuffled among themselves; None for all of the store.
+        global_batch_size: rollouts of a global batch, which is shuffled by itself; None for all.
         seed: of the shuffle.
-        domain: guests are among so many neighbouring ranks; None for the whole group.
-        least_tokens: no guest has fewer.
+        domain: a guest is on one of so many neighbouring ranks of its expert; None for the group.
+        least_tokens: fewest tokens of a guest.
     """
 
     ep: Sequence[int]
@@ -49,22 +49,21 @@ class SkewPlan:
 
 
 def measure_skew(store: RolloutStore, plan: SkewPlan) -> dict[str, Any]:
-    """The busiest rank's load by the mean, for each size, order and number of slots.
+    """The busiest rank's load divided by the mean, for each size, order and number of slots.
 
-    Each rank has `micro_batch_size` rollouts in a micro-batch, so a group of R ranks takes the next
-    R * `micro_batch_size` rollouts, as Megatron's data samplers deal them out; where
-    `ranks_per_rollout` ranks share their rollouts, that many times fewer. Rollouts that do not fill
-    a micro-batch are left out.
+    In a micro-batch a group of R ranks takes the next R * `micro_batch_size` /
+    `ranks_per_rollout` rollouts, as Megatron's data samplers deal them out. Rollouts that do not
+    fill a micro-batch are left out.
 
     Returns:
-        Numbers for JSON. `sizes` has an entry for each size with `micro_batches` and, by order and
-        slots, `all`: the sum of the busiest ranks' loads by the sum of the means, over all layers
-        and micro-batches, which is how much longer the experts take than if all ranks were equal;
-        `layers` and `micro_batches`: the same for each of them; `guests`: the mean number of
-        guests of a rank.
+        Numbers for JSON. `sizes` has an entry for each size. It holds `micro_batches` and, by order
+        and slots, `all`: the busiest ranks' loads, summed over layers and micro-batches, divided by
+        the sum of the mean loads (so many times longer do the experts take than with equal loads);
+        `layers` and `micro_batches`: the same for each layer, and for each micro-batch; `guests`:
+        the mean number of guests of a rank in a layer.
 
     Raises:
-        ValueError: a size or a number of rollouts that does not fit the store.
+        ValueError: a size or another number of the plan does not fit the store.
     """
     _check(store, plan)
     load_MLE = _loads(store)
@@ -85,7 +84,7 @@ def measure_skew(store: RolloutStore, plan: SkewPlan) -> dict[str, Any]:
 
 
 def sizes_of_loads(load_MLE: np.ndarray, plan: SkewPlan) -> list[dict[str, Any]]:
-    """`sizes` of `measure_skew`, of rollouts whose loads `[M, L, E]` these are."""
+    """`sizes` of `measure_skew`, from the load `[M, L, E]` of each rollout."""
     rollouts = len(load_MLE)
     orders = {
         "store": np.arange(rollouts),
@@ -104,24 +103,24 @@ def _check(store: RolloutStore, plan: SkewPlan) -> None:
             )
         if plan.domain is not None and ep > plan.domain and ep % plan.domain:
             raise ValueError(
-                f"--domain {plan.domain}: {ep} ranks are no whole number of domains: give a "
-                f"divisor of {ep}"
+                f"--domain {plan.domain}: {ep} ranks cannot be divided into domains of that "
+                f"size: give a divisor of {ep}"
             )
         if ep % plan.ranks_per_rollout:
             raise ValueError(
-                f"--ranks-per-rollout {plan.ranks_per_rollout}: {ep} ranks are no whole number of "
-                f"groups that share rollouts: give a divisor of {ep}"
+                f"--ranks-per-rollout {plan.ranks_per_rollout}: {ep} ranks cannot be divided into "
+                f"groups of that size: give a divisor of {ep}"
             )
         needed = _together(ep, plan)
         if needed > len(store):
             raise ValueError(
-                f"--ep {ep}: its ranks have {needed} rollouts in a micro-batch; "
+                f"--ep {ep}: so many ranks have {needed} rollouts in a micro-batch; "
                 f"{store.directories[0]} has {len(store)}: give a smaller --ep or a larger store"
             )
         if plan.global_batch_size is not None and plan.global_batch_size % needed:
             raise ValueError(
-                f"--global-batch-size {plan.global_batch_size}: with --ep {ep} it is no whole "
-                f"number of micro-batches, which have {needed} rollouts: give a multiple of that"
+                f"--global-batch-size {plan.global_batch_size}: with --ep {ep} a micro-batch has "
+                f"{needed} rollouts: give a multiple of {needed}"
             )
     if plan.global_batch_size is not None and plan.global_batch_size > len(store):
         raise ValueError(
@@ -136,17 +135,16 @@ def _together(ep: int, plan: SkewPlan) -> int:
 
 
 def _shuffled(rollouts: int, global_batch: int, seed: int) -> np.ndarray:
-    """The order of --rollouts-shuffle `[M]`; rollouts that fill no batch keep their places."""
+    """The order of --rollouts-shuffle `[M]`. A last batch that is not full keeps its order."""
     schedule = Schedule(global_batch, seed=seed)
     whole = rollouts - rollouts % global_batch
     return np.array([schedule.mixed(i) if i < whole else i for i in range(rollouts)])
 
 
 def _loads(store: RolloutStore) -> np.ndarray:
-    """The load of all rollouts `[M, L, E]`, in the smallest type that can hold it.
+    """The load of each rollout `[M, L, E]`, in the smallest integer type that can hold it.
 
-    Example: 100,000 rollouts of 48 layers with 128 experts are 4.9 GB in eight bytes, and 1.2 GB in
-    two.
+    Example: 100,000 rollouts of 48 layers with 128 experts are 4.9 GB in 64 bits, 1.2 GB in 16.
     """
     dtype = np.min_scalar_type(int(store.column("num_tokens").max()) * store.info.topk)
     load_MLE = np.empty((len(store), len(store.info.moe_layers), store.info.num_experts), dtype)
@@ -193,5 +191,5 @@ def _with_slots(loads: Sequence[np.ndarray], ep: int, slots: int, plan: SkewPlan
 
 
 def ratio(busiest: float, mean: float) -> float:
-    """The busiest load by the mean; 1 where nothing was recorded, so that nothing is uneven."""
+    """The busiest load divided by the mean; 1 if nothing was recorded, as with equal loads."""
     return float(busiest / mean) if mean else 1.0

@@ -15,7 +15,7 @@ def skew_table(numbers: dict[str, Any], by_layer: bool = False) -> str:
     """A line for each size, a column for each order and number of guest slots.
 
     Args:
-        by_layer: a line for each layer of each size too.
+        by_layer: whether each size also has a line for each layer.
     """
     slots = [*numbers["sizes"][0]["store"]]
     heads = ["0 slots" if s == "0" else f"{s} slot{'s' if s != '1' else ''}" for s in slots]
@@ -37,8 +37,8 @@ def skew_table(numbers: dict[str, Any], by_layer: bool = False) -> str:
     ]
     if columns and not any(column["guests"] for column in columns):
         rows.append(
-            f"No guest was possible, so all columns are those of 0 slots: none would have "
-            f"{numbers['least_tokens']} tokens in a micro-batch. For short rollouts, give a lower "
+            f"No guest was possible, because none would have {numbers['least_tokens']} tokens in a "
+            "micro-batch. So all columns equal those of 0 slots. For short rollouts, give a lower "
             "--least-tokens."
         )
     return "\n".join(rows)
@@ -49,7 +49,7 @@ def _cells(values: list[list[float]], width: int) -> str:
 
 
 def skew_heading(numbers: dict[str, Any]) -> str:
-    """What the table is about, in two lines."""
+    """What the table was made from, and what its numbers are, in two lines."""
     names = " ".join(one_line(directory, 200) for directory in numbers["directories"])
     domain = f", guests among {numbers['domain']} neighbours" if numbers["domain"] else ""
     sharing = numbers["ranks_per_rollout"]
@@ -57,14 +57,14 @@ def skew_heading(numbers: dict[str, Any]) -> str:
     return (
         f"{names}: {numbers['rollouts']} rollouts, {len(numbers['moe_layers'])} MoE layers, "
         f"{numbers['num_experts']} experts, top-{numbers['topk']}\n"
-        "load of the busiest rank by the mean, over layers and micro-batches of "
+        "busiest rank's load divided by the mean, over layers and micro-batches of "
         f"{numbers['micro_batch_size']} rollout(s) {holders}; guests of {numbers['least_tokens']} "
-        f"tokens and more{domain}"
+        f"tokens or more{domain}"
     )
 
 
 def draw_skew(numbers: dict[str, Any], path: Path) -> None:
-    """Write the table as a picture: a group of bars for each size; PNG, SVG or PDF by the name.
+    """Draw the table with a group of bars for each size. The suffix of `path` chooses the format.
 
     Raises:
         ValueError: matplotlib is not installed, or the file cannot be written.
@@ -90,7 +90,7 @@ def draw_skew(numbers: dict[str, Any], path: Path) -> None:
         axes.bar(places, heights, width, bottom=1, label=label, color=colour, alpha=alpha)
     axes.set_xticks(range(len(sizes)), [str(size["ep"]) for size in sizes])
     axes.set_xlabel("ranks that share the experts")
-    axes.set_ylabel("busiest rank's load by the mean")
+    axes.set_ylabel("busiest rank's load / mean load")
     axes.axhline(1, color="black", linewidth=0.8)
     axes.legend(frameon=False, fontsize=8)
     try:

@@ -1,15 +1,16 @@
 """How the weights of hot experts travel to their guests, and the gradients back.
 
-Weights lie in slots that all layers of one shape share: two sets of slots, so that the weights of
-the next layer can travel while this layer computes. In the backward pass they travel again, because
-by then other layers have had the slots. So weights of guests take no more memory than those of two
-layers, beside what is being sent: a copy of the weights and of the gradients of one layer.
+Layers whose experts have the same shapes share two sets of slots, so that the weights of the next
+layer can travel while this layer computes. In the backward pass the weights are sent again, because
+other layers have used the slots since. So guests need memory for the guests' weights of two layers,
+and for what is being sent: weights and gradients of one layer.
 
-Autograd brings the gradients home: to it a guest's weights are a function of its home's parameters.
-A home parameter has its gradient whole, own tokens and guests', before anything of Megatron looks:
-data parallelism, the distributed optimizer, clipping and checkpoints know nothing of guests.
+A guest's home is the expert that it copies, on the expert's own rank. Autograd sends the gradients
+home, because for autograd a guest's weights are a function of the home's parameters. The gradient
+of such a parameter has the tokens of home and guests in it before Megatron reads it. So data
+parallelism, the distributed optimizer, clipping and checkpoints know nothing of guests.
 
-All ranks of the group call everything here in the same order, those without a guest too.
+All ranks of the group, also those without a guest, make all calls here in the same order.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from megatron_r3.balance.places import LayerGuests
 
 
 class Stay(NamedTuple):
-    """Whose weights are in a set of slots: those of a layer, as they were in a forward pass.
+    """Which weights are in a set of slots: those of one layer in one forward pass.
 
     Attributes:
-        forward_pass: number of the pass; no two of a process have the same one.
-        layer: a number that no other layer of the process has, of whatever model.
+        forward_pass: number of the pass, unique in the process.
+        layer: number of the layer, unique in the process, over all models.
         turn: how often the layer was called with its micro-batch; a recompute is another turn.
     """
 
@@ -41,13 +42,13 @@ class Stay(NamedTuple):
 
 @dataclass(frozen=True)
 class Trip:
-    """What brings the weights of one layer to its guests, once or again.
+    """What is needed to send the weights of one layer to its guests, also a second time.
 
     Attributes:
-        stay: what they are.
-        guests: who has guests where.
-        weights: the parameters of each of this rank's own experts, in the order in which they lie
-            in a slot. It is called when they are sent; by then they must be those of this step.
+        stay: which weights these are.
+        guests: which ranks have guests of which experts.
+        weights: returns the parameters of each of this rank's own experts, in the order of a slot.
+            It is called when the weights are sent; the parameters must then be those of this step.
     """
 
     stay: Stay
@@ -69,9 +70,9 @@ class Slots:
     """The guest slots of a rank, for all layers whose experts have the same parameters.
 
     Attributes:
-        group: of the ranks that share the experts. Nothing else uses it, so that weights on their
-            way meet no other collective.
-        shapes: of the parameters of one expert.
+        group: a process group of the ranks that share the experts. Nothing else uses the group, so
+            that no other collective gets between these.
+        shapes: the shapes of the parameters of one expert.
         buffer: `[2, slots, numel]`, two sets of slots.
     """
 
@@ -79,27 +80,27 @@ class Slots:
     shapes: list[torch.Size]
     buffer: Tensor
     _sets: list[_Set] = field(init=False)
-    _going_home: tuple[Any, Tensor, Tensor] | None = None  # the collective, what it sends, brings
+    _going_home: tuple[Any, Tensor, Tensor] | None = None  # the collective, its input, its output
 
     def __post_init__(self) -> None:
         self._sets = [_Set(buffer) for buffer in self.buffer]
 
     @property
     def sizes(self) -> list[int]:
-        """Numbers of each parameter of an expert."""
+        """How many numbers each parameter of an expert has."""
         return [shape.numel() for shape in self.shapes]
 
     def send(self, trip: Trip) -> _Set:
-        """Begin to fill a set of slots, unless its weights are there or on their way.
+        """Begin to fill a set of slots, unless the weights are there or on their way.
 
-        The set that was used less recently is overwritten. It is the second of the two.
+        The second set of the two is overwritten, which is the less recently used one.
         """
         for slots in self._sets:
             if slots.stay == trip.stay:
                 return slots
         slots = self._sets[1]
         if slots.arriving is not None:
-            # Weights that were sent ahead for a layer, and another layer was called after all.
+            # These weights were sent ahead for a layer, but another layer was called instead.
             slots.arriving[0].wait()
         slots.stay = trip.stay
         guests, numel = trip.guests, self.buffer.shape[2]
@@ -124,7 +125,7 @@ class Slots:
         return slots
 
     def fetch(self, trip: Trip) -> Tensor:
-        """The slots with the weights of a layer, `[guests of this rank, numel]`, once they came."""
+        """Wait for the weights of a layer, and return them: `[guests of this rank, numel]`."""
         slots = self.send(trip)
         if slots.arriving is not None:
             slots.arriving[0].wait()
@@ -143,7 +144,7 @@ class Slots:
         """Begin to send the gradients of guests home.
 
         Args:
-            grads: those of this rank's guests, one behind the other `[guests * numel]`.
+            grads: the gradients of this rank's guests, concatenated: `[guests * numel]`.
         """
         assert self._going_home is None, "gradients of another layer are on their way home"
         numel = self.buffer.shape[2]
@@ -160,9 +161,9 @@ class Slots:
         self._going_home = work, grads, home
 
     def come_home(self) -> Tensor:
-        """The gradients of this rank's experts from their guests `[guests elsewhere, numel]`.
+        """Wait for the gradients of this rank's experts from their guests, and return them.
 
-        They are in the order of `guests.sends`.
+        Their shape is `[guests elsewhere, numel]`, in the order of `guests.sends`.
         """
         assert self._going_home is not None, "no gradients are on their way home"
         (work, _, home), self._going_home = self._going_home, None
@@ -170,11 +171,11 @@ class Slots:
         return home
 
     def kept_elsewhere(self, stay: Stay) -> AbstractContextManager[Any]:
-        """Inside the block autograd keeps no weights of guests for the backward pass.
+        """Inside the block autograd saves no weights of guests for the backward pass.
 
-        It keeps where they lay in their set of slots, and takes what lies there when it asks:
-        `stay` must have been fetched again by then. Nothing in the block is told of tensors that
-        are changed in place before the backward pass, as autograd does it without such a block.
+        Autograd saves where they lie in their set of slots, and reads the same place of the set in
+        the backward pass. By then `stay` must have been fetched again. Autograd no longer detects
+        that a tensor saved inside the block was changed in place.
         """
         begin = self.of_stay(stay).data_ptr()
         end = begin + self.buffer[0].numel() * self.buffer.element_size()
@@ -183,7 +184,7 @@ class Slots:
             if tensor.dtype == self.buffer.dtype and begin <= tensor.data_ptr() < end:
                 first = (tensor.data_ptr() - begin) // self.buffer.element_size()
                 return _Place(tuple(tensor.shape), tensor.stride(), first)
-            # An output of the function that keeps it would keep itself alive, in a circle.
+            # Detached, because a function that saves its own output would be a reference cycle.
             return tensor.detach()
 
         def take(kept: Tensor | _Place) -> Tensor:
@@ -206,18 +207,19 @@ class _Place(NamedTuple):
 
 
 class Departure(torch.autograd.Function):
-    """Forward: the weights of guests. Backward: their gradients, to the parameters at home.
+    """Forward: the weights of guests. Backward: their gradients, for the home's parameters.
 
-    Autograd gives no gradients of the weights here: `Homecoming` has sent them home.
+    Autograd hands no gradients of the guests' weights to `backward`, because `Homecoming` has sent
+    those gradients home. `backward` waits for them.
 
-    The hidden states go through it, so that every rank is called in the backward pass, and is
-    called when the layer's gradients are there.
+    The hidden states are an input too. So `backward` is called on every rank, and only once the
+    layer's other gradients are there.
 
-    All parameters of this rank's experts go in, also those without guests, and where there are no
-    guests at all. Data parallelism reduces a bucket of gradients once its last one is there. Two
-    ranks that hold the same experts send different ones, as their tokens want, so gradients
-    would be there in another order on each, and different buckets would meet in one reduction.
-    As it is, every gradient of a layer is there after this function, which is one order on all.
+    All parameters of this rank's experts are inputs, even without any guest. For data parallelism
+    reduces a bucket as soon as the bucket's last gradient is there. Two ranks that hold the same
+    experts may have guests of different ones. If only those experts' parameters were inputs, the
+    ranks would complete gradients in different orders, and reduce different buckets together. This
+    way all ranks complete the gradients of a layer in the same place: after this function.
     """
 
     @staticmethod
@@ -258,10 +260,11 @@ class Departure(torch.autograd.Function):
 
 
 class Homecoming(torch.autograd.Function):
-    """Forward: nothing. Backward: the gradients of guests begin to travel home.
+    """Forward: changes nothing. Backward: the gradients of guests begin to travel home.
 
-    It stands between dispatch and experts, and the hidden states go through it too. So it is called
-    on every rank, and the gradients travel while those of the hidden states go back to their ranks.
+    The function stands between dispatch and experts, and the hidden states are an input too. So
+    `backward` is called on every rank, and the gradients travel while the dispatch's backward pass
+    sends those of the hidden states.
     """
 
     @staticmethod
@@ -280,9 +283,9 @@ class Homecoming(torch.autograd.Function):
 
 
 class Return(torch.autograd.Function):
-    """Forward: nothing. Backward: the weights come again, before the guests' backward needs them.
+    """Forward: changes nothing. Backward: fetches the weights again for the guests' backward pass.
 
-    Then those of the layer before begin to travel.
+    `backward` then begins to send the weights of the layer before.
     """
 
     @staticmethod

@@ -24,9 +24,9 @@ WRONG_GUESTS: dict[str, dict[str, Any]] = {
     "guest_tokens 0: it must be 1 or more": {"moe_router_replay_guest_tokens": 0},
     "one rank has all experts": {"expert_model_parallel_size": 1},
     "guest_domain 1: a guest is on another rank": {"moe_router_replay_guest_domain": 1},
-    "guest_domain 3: 8 ranks are no whole number": {"moe_router_replay_guest_domain": 3},
+    "guest_domain 3: 8 ranks cannot be divided": {"moe_router_replay_guest_domain": 3},
     "leave the plan on": {"moe_router_replay_dispatch_plan": False},
-    "the dispatcher 'flex' sends tokens": {"moe_token_dispatcher_type": "flex"},
+    "with the dispatcher 'flex' tokens cannot": {"moe_token_dispatcher_type": "flex"},
     "expert tensor parallelism": {"expert_tensor_parallel_size": 2},
     "guest_domain does nothing without moe_router_replay_guest_slots": {
         "moe_router_replay_guest_slots": 0,
@@ -36,7 +36,7 @@ WRONG_GUESTS: dict[str, dict[str, Any]] = {
         "moe_router_replay_guest_slots": 0,
         "moe_router_replay_guest_tokens": 512,
     },
-    "a CUDA graph would repeat the guests": {
+    "a CUDA graph would repeat": {
         "cuda_graph_impl": "transformer_engine",
         "cuda_graph_modules": ["attn"],
     },

@@ -102,8 +102,8 @@ def test_the_command_prints_a_table(lopsided, capsys):
     assert "No guest" not in lines[-1]
     assert main(["rollouts", "skew", str(lopsided), "--ep", "2"]) == 0
     (note,) = capsys.readouterr().out.splitlines()[6:]
-    assert note.startswith("No guest was possible, so all columns are those of 0 slots: none would")
-    assert "1024 tokens" in note
+    assert note.startswith("No guest was possible, because none would have 1024 tokens in a")
+    assert "all columns equal those of 0 slots" in note
     assert main(["rollouts", "skew", str(lopsided), "--ep", "2", "--slots", "0"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 6
 
@@ -114,20 +114,20 @@ def test_the_command_prints_json_and_draws(lopsided, tmp_path, capsys):
     assert main(["rollouts", "skew", str(lopsided), *words]) == 0
     numbers = json.loads(capsys.readouterr().out)
     assert numbers["sizes"][0]["store"]["0"]["all"] == 2
-    assert numbers["sizes"][0]["store"]["2"]["guests"] == 0  # none with 1024 tokens and more
+    assert numbers["sizes"][0]["store"]["2"]["guests"] == 0  # none would have 1024 tokens
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 WRONG = {
     "--ep 3: the 16 experts of {store} cannot be shared out among 3 ranks": ["--ep", "3"],
-    "--ep 16: its ranks have 16 rollouts in a micro-batch; {store} has 8": ["--ep", "16"],
-    "--ranks-per-rollout 3: 8 ranks are no whole number of groups": [
+    "--ep 16: so many ranks have 16 rollouts in a micro-batch; {store} has 8": ["--ep", "16"],
+    "--ranks-per-rollout 3: 8 ranks cannot be divided into groups": [
         "--ep", "8", "--ranks-per-rollout", "3",
     ],
-    "--global-batch-size 6: with --ep 4 it is no whole number of micro-batches, which have 4": [
+    "--global-batch-size 6: with --ep 4 a micro-batch has 4 rollouts: give a multiple of 4": [
         "--ep", "4", "--global-batch-size", "6",
     ],
-    "--domain 3: 8 ranks are no whole number of domains": ["--ep", "8", "--domain", "3"],
+    "--domain 3: 8 ranks cannot be divided into domains": ["--ep", "8", "--domain", "3"],
     "--global-batch-size 10: {store} has 8 rollouts": ["--ep", "2", "--global-batch-size", "10"],
     "--plot {store}/none/skew.png: cannot be written": [
         "--ep", "2", "--plot", "{store}/none/skew.png",
