@@ -34,8 +34,8 @@ def add_balance(
         help="rollouts of a global batch, which is shuffled by itself (default: all)")  # fmt: skip
     add("--seed", type=number(int, 0), default=1, help="of the shuffle (default: 1)")
     add("--domain", type=number(int, 1), metavar="N",
-        help="a guest is on one of the N neighbouring ranks of its expert, such as those that "
-        "share NVLink (default: the whole group)")  # fmt: skip
+        help="a guest is in its expert's block of N neighbouring ranks, such as those that share "
+        "NVLink (default: the whole group)")  # fmt: skip
     add("--least-tokens", type=number(int, 1), default=1024, metavar="N",
         help="fewest tokens of a guest (default: 1024)")  # fmt: skip
     add("--layers", action="store_true", help="show every layer")

@@ -71,7 +71,7 @@ def compute_with_guests(
 
     Args:
         guests: the weights of each guest.
-        tokens_per_place: of own experts, then of guests.
+        tokens_per_place: the number of tokens of each own expert, then of each guest.
     """
     if not hasattr(experts, "local_experts"):
         return _with_more(experts, guests)(hidden_PH, tokens_per_place, probs_P)[0]

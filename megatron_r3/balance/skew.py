@@ -34,7 +34,7 @@ class SkewPlan:
             shares out the tokens of each among them.
         global_batch_size: rollouts of a global batch, which is shuffled by itself; None for all.
         seed: of the shuffle.
-        domain: a guest is on one of so many neighbouring ranks of its expert; None for the group.
+        domain: a guest is in its expert's block of so many neighbouring ranks; None for no blocks.
         least_tokens: fewest tokens of a guest.
     """
 
