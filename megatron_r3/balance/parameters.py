@@ -19,9 +19,9 @@ _WAITS = "DistributedDataParallel._make_forward_pre_hook"
 def wait_for_parameters(experts: Any) -> None:
     """Wait until the experts have their parameters of this step.
 
-    Every rank must call it before every forward pass of a layer, with or without guests. For it may
-    begin to gather a bucket, and ranks that share parameters must begin all buckets in the same
-    order.
+    Every rank must call it before every forward pass of a layer, with or without guests: the
+    call may begin to gather a bucket, and ranks that share parameters must begin all buckets in the
+    same order.
     """
     for module, hook in _waits(experts):
         hook(module)

@@ -215,7 +215,7 @@ class Departure(torch.autograd.Function):
     The hidden states are an input too. So `backward` is called on every rank, and only once the
     layer's other gradients are there.
 
-    All parameters of this rank's experts are inputs, even without any guest. For data parallelism
+    All parameters of this rank's experts are inputs, even without any guest. Data parallelism
     reduces a bucket as soon as the bucket's last gradient is there. Two ranks that hold the same
     experts may have guests of different ones. If only those experts' parameters were inputs, the
     ranks would complete gradients in different orders, and reduce different buckets together. This

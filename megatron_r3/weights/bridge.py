@@ -1,9 +1,10 @@
 """Who knows the names of a model's weights: a family of this project, Megatron-Bridge, or mbridge.
 
-`auto` takes this project's family where there is one, although a bridge writes the same bytes. For
-a bridge cannot move every model of a family (gpt-oss, a Qwen3-MoE with a dense layer). And the
-files must not depend on which packages are installed: a resumed training compares its policies with
-those that it wrote earlier. For any other model `auto` takes Megatron-Bridge, then mbridge.
+`auto` takes this project's family where there is one, for two reasons. A bridge cannot move every
+model of a family (gpt-oss, a Qwen3-MoE with a dense layer). And files must not depend on which
+packages are installed: a resumed training compares its policies with those that it wrote earlier.
+Where a bridge works too, it writes the same bytes. For any other model `auto` takes
+Megatron-Bridge, then mbridge.
 """
 
 from __future__ import annotations
@@ -204,7 +205,7 @@ def _hf_config(directory: Path) -> Any:
     except Exception as error:  # what a wrong field raises depends on the model's class
         where = directory / CONFIG
         raise ValueError(f"{where}: transformers refuses this config: {_reason(error)}") from error
-    # Transformers 5 keeps rope_theta in rope_parameters. The bridges read the attribute of old.
+    # transformers 5 keeps rope_theta in rope_parameters, but bridges read it from the config itself
     if not hasattr(config, "rope_theta") and "rope_theta" in (rope := rope_of(vars(config))):
         config.rope_theta = rope["rope_theta"]
     return config

@@ -13,8 +13,8 @@ from megatron_r3.replay.words import quoted
 from megatron_r3.weights.family import ModelSettings
 from megatron_r3.weights.known import BALANCING, defaults, rope_of, routes_itself
 
-# Fields of TransformerConfig that change what a model computes, and that a bridge fills in. Such
-# fields that neither these lists nor _COMPARED name must have Megatron's default.
+# Fields of TransformerConfig that change what a model computes, and that a bridge fills in. All
+# other fields that may change a model, except those of _COMPARED, must have Megatron's default.
 _BUILT = """
 normalization layernorm_zero_centered_gamma gated_linear_unit activation_func add_bias_linear
 add_qkv_bias qk_layernorm multi_latent_attention attention_output_gate window_size softmax_type

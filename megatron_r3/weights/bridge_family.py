@@ -1,4 +1,4 @@
-"""A model family that mbridge or Megatron-Bridge knows, tensor by tensor.
+"""A model family whose tensors mbridge or Megatron-Bridge names and converts.
 
 A bridge gives transformers' names for a Megatron tensor, and converts the values. All else (what
 each rank sends, errors on all ranks, files, dtypes) is as for the families of this project. The
@@ -165,7 +165,7 @@ class BridgeFamily:
         return [parts[each] for each in names]
 
     def _check_shapes(self, place: Place, names: Sequence[str], parts: Sequence[Tensor]) -> None:
-        rows = slice(1 if place in VOCABULARY else 0, None)  # its padding is cut off later
+        rows = slice(1 if place in VOCABULARY else 0, None)  # padding is cut off later
         for name, part in zip(names, parts, strict=True):
             want = self._shapes.get(name)
             if want is not None and want[rows] != tuple(part.shape)[rows]:
@@ -232,5 +232,5 @@ def shapes_of(directory: Path) -> dict[str, tuple[int, ...]]:
 def _same_bits(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    # By bits, because a NaN does not equal itself. `write_policy` refuses NaN, not this function.
+    # By bits, because a NaN does not equal itself; `write_policy` refuses NaN later.
     return torch.equal(*(t.contiguous().flatten().view(torch.uint8) for t in (one, other)))

@@ -62,7 +62,7 @@ def load_whole(models: Sequence[torch.nn.Module], args: Any) -> None:
     Raises:
         ValueError: the checkpoint cannot be read, or has other tensors, shapes or settings than
             the model, whose weights are then useless. With several processes, also a checkpoint
-            that is not in Megatron's distributed format: only one layout can load such a one.
+            that is not in Megatron's distributed format and so fits one layout only.
     """
     from megatron.training.checkpointing import load_checkpoint
 

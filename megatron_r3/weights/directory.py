@@ -34,8 +34,8 @@ class Reading(ExitStack):
     index, all *.safetensors.
 
     Raises:
-        ValueError: a file is missing, not whole, or has a tensor that another has too; or there
-            are no tensors.
+        ValueError: a file is missing, not whole, or has a tensor that another file has too; or
+            there are no tensors.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -129,7 +129,7 @@ def dtype_of(config: Mapping[str, Any], file: Path) -> torch.dtype:
 
 
 def check_target(directory: Path) -> None:
-    """Refuse to write a transformers directory over something.
+    """Refuse to write a transformers directory over existing files.
 
     Raises:
         ValueError: `directory` is a file, or not empty.

@@ -17,7 +17,7 @@ from megatron_r3.replay.words import quoted
 
 # Fields of TransformerConfig and MLATransformerConfig, and arguments that build a model, of
 # core_v0.16.1 to main of 2026-08-22. With any value of these, the same weights compute the same, up
-# to rounding. The fields of ModelParallelConfig (layout, communication) count too, unlisted.
+# to rounding. So do the fields of ModelParallelConfig (layout, communication), not listed here.
 CHANGE_NOTHING = frozenset(
     # the layout, communication, dispatchers
     """

@@ -27,7 +27,7 @@ from megatron_r3.replay.layers import unwrapped
 
 # `decoder.layers.3.mlp.router.weight`, or the same without the number
 _LAYER = re.compile(r"((?:decoder|mtp)\.layers\.)(?:(\d+)\.)?(.+)")
-# Megatron's name of a norm inside the linear layer behind it: the name of the norm itself
+# Megatron's name of a norm inside the linear layer behind the norm: the norm's own name
 NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",

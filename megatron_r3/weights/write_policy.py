@@ -335,10 +335,10 @@ def _check_names(model: _Model, reading: Reading) -> None:
 
 
 def _load(model: _Model, reading: Reading, into_model: bool) -> None:
-    """Read what this rank's pieces need, and check it.
+    """Read and check the tensors that this rank's pieces need.
 
     Args:
-        into_model: whether the pieces are changed too.
+        into_model: whether the tensors are also copied into the pieces.
     """
     pieces = by_place(model.pieces)
     for entry in model.mapped:

@@ -1,4 +1,4 @@
-"""Rows that are not one field and one argument: layers, groups, shared experts, YaRN, windows."""
+"""Rows of more than one field or one argument: layers, groups, shared experts, YaRN, windows."""
 
 from __future__ import annotations
 

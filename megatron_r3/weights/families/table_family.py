@@ -1,4 +1,4 @@
-"""A model family that works by its rows in `table.py`."""
+"""A model family, defined by its rows in `table.py`."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class TableFamily:
     Attributes:
         model_type, architecture: of config.json.
         rows: the fields of config.json. Of two rows with one name the later one counts.
-        flags: Megatron's arguments of every such model; `{name}` is what a row has read.
+        flags: Megatron's arguments of every such model; `{name}` is what the row `name` has read.
         config: fields of TransformerConfig that differ from PLAIN and from Megatron's defaults.
         settings: fields of ModelSettings that differ from _PLAIN_SETTINGS.
         layer: the tensors of every layer, without those of its MLP.
