@@ -66,31 +66,25 @@ def measure_skew(store: RolloutStore, plan: SkewPlan) -> dict[str, Any]:
         ValueError: a size or another number of the plan does not fit the store.
     """
     _check(store, plan)
-    load_MLE = _loads(store)
+    load_MLE, rollouts = _loads(store), len(store)
+    orders = {
+        "store": np.arange(rollouts),
+        "shuffled": _shuffled(rollouts, plan.global_batch_size or rollouts, plan.seed),
+    }
     return {
         "directories": [str(directory) for directory in store.directories],
-        "rollouts": len(store),
+        "rollouts": rollouts,
         "num_experts": store.info.num_experts,
         "topk": store.info.topk,
         "moe_layers": list(store.info.moe_layers),
         "micro_batch_size": plan.micro_batch_size,
         "ranks_per_rollout": plan.ranks_per_rollout,
-        "global_batch_size": plan.global_batch_size or len(store),
+        "global_batch_size": plan.global_batch_size or rollouts,
         "seed": plan.seed,
         "domain": plan.domain,
         "least_tokens": plan.least_tokens,
-        "sizes": sizes_of_loads(load_MLE, plan),
+        "sizes": [_of_size(load_MLE, orders, ep, plan) for ep in plan.ep],
     }
-
-
-def sizes_of_loads(load_MLE: np.ndarray, plan: SkewPlan) -> list[dict[str, Any]]:
-    """`sizes` of `measure_skew`, from the load `[M, L, E]` of each rollout."""
-    rollouts = len(load_MLE)
-    orders = {
-        "store": np.arange(rollouts),
-        "shuffled": _shuffled(rollouts, plan.global_batch_size or rollouts, plan.seed),
-    }
-    return [_of_size(load_MLE, orders, ep, plan) for ep in plan.ep]
 
 
 def _check(store: RolloutStore, plan: SkewPlan) -> None:
