@@ -90,14 +90,11 @@ def pieces_of(models: Sequence[torch.nn.Module]) -> list[Piece]:
         ValueError: the model is sharded by FSDP, has weights in a format of their own (fp8), or
             keeps several experts in one tensor.
     """
-    return [piece for model in models for piece in _of_chunk(model)]
-
-
-def _of_chunk(model: torch.nn.Module) -> Iterator[Piece]:
-    _refuse_fsdp(model)
-    chunk: Any = unwrapped(model)
-    for sharded in sharded_tensors(chunk.sharded_state_dict()):
-        yield _piece(sharded)
+    for model in models:
+        _refuse_fsdp(model)
+    chunks: list[Any] = [unwrapped(model) for model in models]
+    states = [chunk.sharded_state_dict() for chunk in chunks]
+    return [_piece(sharded) for sharded in sharded_tensors(states)]
 
 
 def _refuse_fsdp(model: Any) -> None:
