@@ -159,8 +159,7 @@ class _Search:
         the own rank takes later cannot raise its load above the limit.
 
         Args:
-            limit_X: one limit for each layer, then the next limits. Of L layers, case x is of layer
-                x % L.
+            limit_X: several limits for each layer: of L layers, case x is a limit of layer x % L.
         """
         least = max(self.least_tokens, 1)
         num_tried = len(limit_X) // len(self.load_LE)

@@ -1,9 +1,9 @@
 """Where each token goes once hot experts have guests, and whose weights go where.
 
-A rank has a place for each of its O own experts, and then S guest slots. Example with 2 ranks, 4
+A rank has a place for each of its own experts, and then its guest slots. Example with 2 ranks, 4
 experts and one slot a rank: the places 0 1 2 of rank 0 hold the experts 0 1 and a guest, the places
-3 4 5 of rank 1 the experts 2 3 and a guest. A dispatcher takes a place for an expert, so only the
-number of experts changes in the dispatch.
+3 4 5 of rank 1 the experts 2 3 and a guest. The dispatcher treats each place as an expert, so only
+the number of experts changes for it.
 
 The home of an expert is its place on its own rank. To decide which of an expert's tokens go to a
 guest, the tokens of all ranks are put in a row, those of the expert's own rank first. The home

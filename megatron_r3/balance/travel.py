@@ -71,7 +71,7 @@ class Slots:
 
     Attributes:
         group: a process group of the ranks that share the experts. Nothing else uses the group, so
-            that no other collective gets between these.
+            that no other collective gets between those of the slots.
         shapes: the shapes of the parameters of one expert.
         buffer: `[2, slots, numel]`, two sets of slots.
     """
@@ -218,7 +218,7 @@ class Departure(torch.autograd.Function):
     All parameters of this rank's experts are inputs, even without any guest. Data parallelism
     reduces a bucket as soon as the bucket's last gradient is there. Two ranks that hold the same
     experts may have guests of different ones. If only those experts' parameters were inputs, the
-    ranks would complete gradients in different orders, and reduce different buckets together. This
+    ranks would complete gradients in different orders, and one reduction would mix buckets. This
     way all ranks complete the gradients of a layer in the same place: after this function.
     """
 
