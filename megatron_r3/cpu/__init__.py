@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 -m megatron_r3.cpu pretrain_gpt.py ARGS    (see CPU_ARGS)
 
-A call of CUDA is made on the CPU, or raises NotEmulated. What Megatron has only with Transformer
-Engine or NCCL is replaced by code of this package. Not emulated are streams and races, overlap,
-CUDA graphs, memory and speed.
+A CUDA call runs on the CPU, or raises NotEmulated. What Megatron can do only with Transformer
+Engine or NCCL, this package replaces. Streams and their races, overlap, CUDA graphs, memory and
+speed are not emulated.
 """
 
 from __future__ import annotations

@@ -17,13 +17,13 @@ from megatron_r3.cpu.install import CPU_ARGS, install
 from megatron_r3.cpu.ranks import describe_rank, free_port, usable_cores
 from megatron_r3.replay.ending import refuse_unpatched, say_last
 
-PATIENCE_S = 2.0  # how long a rank holds back an error that may not be the cause
+PATIENCE_S = 2.0  # how long a rank holds back an error that another rank's may have caused
 USAGE = f"""\
 usage: torchrun --nproc-per-node N -m megatron_r3.cpu SCRIPT [ARGS...]
        python -m megatron_r3.cpu SCRIPT [ARGS...]          (one process)
 
 Runs a Megatron-LM script on CPU tensors and gloo. Megatron is found next to the script or by
-PYTHONPATH. A Megatron pretrain script needs these arguments here (megatron_r3.cpu.CPU_ARGS):
+PYTHONPATH. On the CPU a pretrain script needs these arguments (megatron_r3.cpu.CPU_ARGS):
   {" ".join(CPU_ARGS[:4])}
   {" ".join(CPU_ARGS[4:7])}
   {" ".join(CPU_ARGS[7:])}
@@ -62,11 +62,11 @@ def describe_one_process() -> None:
 
 
 def threads_of_a_rank() -> int:
-    """How many threads torch uses in this rank: several ranks together use each core once.
+    """How many threads torch uses in this rank: several ranks share the cores evenly.
 
-    The only rank takes what OMP_NUM_THREADS says (of a list the first number), if it is set: on
-    cores that others use too, threads that spin make a step many times slower. With several ranks
-    torchrun sets the variable to 1 by itself, so there it does not tell what the user wants.
+    A rank that is alone obeys OMP_NUM_THREADS (the first number of a list): where other programs
+    use the same cores, spinning threads make a step many times slower. With several ranks torchrun
+    itself sets OMP_NUM_THREADS to 1, so the variable does not tell what the user wants.
     """
     ranks = int(os.environ["LOCAL_WORLD_SIZE"])
     given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
@@ -78,9 +78,9 @@ def threads_of_a_rank() -> int:
 
 
 def _report(error: Exception) -> NoReturn:
-    """Print what went wrong, and leave: a rank that stays would hold up the others."""
+    """Print what went wrong, and end this process: a rank that stays would hold up the others."""
     if lost_its_peer(str(error)):
-        # the rank that knows why has time to say so; torchrun then ends this one
+        # Let the rank that failed first print its error: torchrun then ends this rank.
         time.sleep(PATIENCE_S)
     if is_users_mistake(error):
         # All ranks tend to refuse the same value. Rank 0 leaves first, and torchrun then ends the

@@ -1,8 +1,8 @@
 """Core attention with context parallelism (CP) and packed sequences (THD), which need TE upstream.
 
-It is a plain causal softmax(QK)V over the keys and values gathered from all CP ranks. Without CP
-and without packing Megatron's own DotProductAttention runs, unchanged. Queries are those of this
-rank, keys and values those of all ranks.
+The attention is a plain causal softmax(QK)V: the queries of this rank, over the keys and values
+gathered from all CP ranks. Without CP and without packing Megatron's own DotProductAttention runs,
+unchanged.
 
 Shape suffixes (docs/glossary.md): B, S, A, F, Q, Z.
 """
@@ -21,11 +21,12 @@ from megatron_r3.cpu.errors import NotEmulated
 
 
 def zigzag(length: int, cp_size: int, cp_rank: int) -> torch.Tensor:
-    """The positions of a sequence that a CP rank holds: the rank-th of 2*CP chunks and its mirror.
+    """The positions of a sequence that a CP rank holds.
 
-    Later tokens attend to more tokens. An early chunk together with a late one gives every rank the
-    same work. Example: 8 tokens, CP 2, four chunks of two; rank 0 holds the first and the last one,
-    positions 0, 1, 6, 7, and rank 1 holds 2, 3, 4, 5.
+    The sequence has 2*CP chunks; rank r holds chunk r and, counted from the end, chunk r. Later
+    tokens attend to more tokens, so an early chunk and a late one give every rank the same work.
+    Example: 8 tokens, CP 2, four chunks of two. Rank 0 holds the first and the last chunk,
+    positions 0, 1, 6, 7; rank 1 holds 2, 3, 4, 5.
 
     Raises:
         ValueError: the length is not divisible by 2*CP (any length is fine without CP).
@@ -40,7 +41,7 @@ def zigzag(length: int, cp_size: int, cp_rank: int) -> torch.Tensor:
 
 
 def thd_index(cu_seqlens: Sequence[int], cp_size: int, cp_rank: int) -> torch.Tensor:
-    """The tokens of a packed stream that a CP rank holds: each sequence is split by zigzag.
+    """The positions of a packed stream that a CP rank holds: `zigzag` splits each sequence.
 
     Args:
         cu_seqlens: where each sequence begins, and the end of the last one: [0, 4, 12] is one
@@ -56,7 +57,7 @@ def thd_index(cu_seqlens: Sequence[int], cp_size: int, cp_rank: int) -> torch.Te
 class _GatherSequence(torch.autograd.Function):
     """Gathers the tokens of all CP ranks, in the order of the ranks.
 
-    Every rank uses the keys and values of all ranks, so a local token has a gradient from each
+    Every rank uses the keys and values of all ranks, so a local token gets a gradient from each
     rank. The backward pass adds these gradients up.
     """
 
@@ -77,15 +78,15 @@ class _GatherSequence(torch.autograd.Function):
 def _positions(
     index_of: Callable[[int], torch.Tensor], cp_size: int, cp_rank: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions of the local queries, and of the keys in the order in which they are gathered."""
+    """Positions of this rank's queries, and of all ranks' keys in the order of the ranks."""
     parts = [index_of(rank) for rank in range(cp_size)]
     return parts[cp_rank], torch.cat(parts)
 
 
 def _thd_mask_QZ(packed: Any, tokens: int, cp_size: int, cp_rank: int) -> torch.Tensor:
-    """What a packed query sees, bool: itself and the earlier tokens of its own sequence.
+    """Which keys a packed query sees: its own token and the earlier ones of its sequence.
 
-    Padding stands after its sequence, so no real token sees the padding.
+    Padding follows the sequence that it pads, so no real token sees it.
     """
     padded = packed.cu_seqlens_q_padded
     bounds = (packed.cu_seqlens_q if padded is None else padded).long()
@@ -94,7 +95,7 @@ def _thd_mask_QZ(packed: Any, tokens: int, cp_size: int, cp_rank: int) -> torch.
     )
     if queries_Q.numel() != tokens:
         raise NotEmulated(f"cu_seqlens covers {queries_Q.numel()} of a rank's {tokens} tokens")
-    # which sequence a token is of: with bounds [0, 4, 12] tokens 0 to 3 are in 1, 4 to 11 in 2
+    # the sequence of each token: with bounds [0, 4, 12] tokens 0 to 3 are in 1, 4 to 11 in 2
     sequence_Q = torch.searchsorted(bounds, queries_Q, right=True)
     sequence_Z = torch.searchsorted(bounds, keys_Z, right=True)
     return (sequence_Q[:, None] == sequence_Z) & (queries_Q[:, None] >= keys_Z)
@@ -103,13 +104,13 @@ def _thd_mask_QZ(packed: Any, tokens: int, cp_size: int, cp_rank: int) -> torch.
 def _causal_mask_QZ(
     tokens: int, cp_size: int, cp_rank: int, attention_mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """What a query of a split sequence sees, bool: itself and all earlier tokens."""
+    """Which keys a query of a sequence that CP splits sees: its own token and all earlier ones."""
     queries_Q, keys_Z = _positions(
         lambda rank: zigzag(tokens * cp_size, cp_size, rank), cp_size, cp_rank
     )
     seen_QZ = queries_Q[:, None] >= keys_Z
     if attention_mask is not None:
-        # a given mask is True where hidden, and has the keys in the order of the whole sequence
+        # Megatron's mask is True where a key is hidden, with the keys in the sequence's own order
         hidden_QZ = queries_Q[:, None] < torch.arange(tokens * cp_size)
         if attention_mask.shape[-2:] != hidden_QZ.shape or (attention_mask != hidden_QZ).any():
             raise NotEmulated("with CP, only a causal attention mask is emulated on the CPU")
@@ -123,9 +124,9 @@ def _attend(
     value_ZBAF: torch.Tensor,
     seen_QZ: torch.Tensor,
 ) -> torch.Tensor:
-    """softmax(QK)V with the softmax in float32; keys and values may have fewer heads."""
+    """softmax(QK)V with the softmax in float32; K and V may have fewer heads than Q (GQA)."""
     repeats = query_QBAF.shape[2] // key_ZBAF.shape[2]
-    if repeats > 1:  # grouped queries: 4 query heads on 2 key heads use them as 0, 0, 1, 1
+    if repeats > 1:  # example: 4 query heads and 2 key heads: key heads 0, 0, 1, 1
         key_ZBAF = key_ZBAF.repeat_interleave(repeats, 2)
         value_ZBAF = value_ZBAF.repeat_interleave(repeats, 2)
     scores_BAQZ = torch.einsum("qbaf,zbaf->baqz", query_QBAF, key_ZBAF).float()
@@ -136,7 +137,7 @@ def _attend(
 
 
 def _dropout(module: Any, weights: torch.Tensor) -> torch.Tensor:
-    """Attention dropout, drawn from the random stream that Megatron uses for it."""
+    """Attention dropout, drawn from the random stream that Megatron uses for attention."""
     from megatron.core import tensor_parallel
 
     if module.config.sequence_parallel:  # the layer has switched streams already
@@ -146,7 +147,7 @@ def _dropout(module: Any, weights: torch.Tensor) -> torch.Tensor:
 
 
 def _check_emulated(module: Any, kind: Any, attention_bias: Any) -> None:
-    """Refuse options that Megatron's own attention has and this one has not."""
+    """Refuse options of Megatron's attention that this file does not emulate."""
     config = module.config
     reasons = {
         "an attention bias": attention_bias is not None,
@@ -158,8 +159,8 @@ def _check_emulated(module: Any, kind: Any, attention_bias: Any) -> None:
     for reason, present in reasons.items():
         if present:
             raise NotEmulated(
-                f"{reason} with context parallelism or packed sequences on the CPU: "
-                "leave one of the two out"
+                f"{reason} is not emulated on the CPU with context parallelism or packed "
+                "sequences: leave one of the two out"
             )
 
 
@@ -172,10 +173,11 @@ def patch() -> None:
 
 
 def _init_with_cp(upstream: Callable[..., None]) -> Callable[..., None]:
-    """Construct a DotProductAttention as if without CP, which its own constructor refuses.
+    """A constructor of DotProductAttention that accepts CP and the head sizes of MLA.
 
-    It refuses the sizes of MLA's heads too. Its forward pass needs only that of the values, which
-    is that of its output: with keys of 192 channels and values of 128, 16 heads give 16 * 128.
+    Upstream's constructor refuses both, so it gets CP 1 and one head size: that of the values,
+    which is the output's. Example: 16 heads, keys of 192 channels, values of 128: the output has
+    16 * 128.
     """
 
     def init(
@@ -202,7 +204,7 @@ def _init_with_cp(upstream: Callable[..., None]) -> Callable[..., None]:
 
 
 def _forward_with_cp(upstream: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The forward pass of DotProductAttention; with CP or packed sequences it is emulated."""
+    """The forward pass of DotProductAttention: with CP or packed sequences this file's own."""
 
     def forward(
         self: Any,

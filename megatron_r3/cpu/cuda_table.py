@@ -1,6 +1,6 @@
-"""`torch.cuda` on the CPU: a table of the names that have a meaning there.
+"""`torch.cuda` on the CPU: a table of the names that have a meaning without a GPU.
 
-Whatever else of torch.cuda acts on a device raises NotEmulated when it is called.
+Any other function or class of torch.cuda that acts on a device raises NotEmulated when called.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ import torch.cuda.random
 from megatron_r3.cpu.errors import NotEmulated
 
 _MEMORY = 8 << 30  # bytes that a device claims to have
-_UNTOUCHED = {"is_initialized", "cudaStatus"}  # the first may return False, the second is constants
+# is_initialized may go on returning False; cudaStatus holds constants
+_UNTOUCHED = {"is_initialized", "cudaStatus"}
 
 
 class _Done:
-    """CPU work. It is done when its call returns, so there is nothing to wait for."""
+    """Work on the CPU, which is done when the call returns: there is nothing to wait for."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._seconds = 0.0
@@ -92,7 +93,7 @@ class Device(contextlib.nullcontext):
 
 
 class Properties:
-    """The properties of a Hopper GPU, so that Megatron refuses nothing for the age of the GPU."""
+    """The properties of a Hopper GPU, so that Megatron refuses nothing as too new for the GPU."""
 
     name, major, minor, multi_processor_count, total_memory = "cpu", 9, 0, 1, _MEMORY
 
@@ -159,17 +160,17 @@ TABLE: dict[str, Any] = {
     "Stream": Stream,
     "Event": Event,
     "default_generators": Generators(),
-    # torch keeps such calls until CUDA starts; here nothing has to start
+    # torch keeps these calls back until CUDA is initialised; here they can run at once
     "_lazy_call": lambda function, **kwargs: function(),
     "_lazy_init": _is(None),
-    # torch.cuda.FloatTensor and its like are torch.FloatTensor and its like
+    # torch.cuda.FloatTensor becomes torch.FloatTensor, and so on
     **{name: getattr(torch, name) for name in dir(torch.cuda) if name.endswith("Tensor")},
 }
 """What `torch.cuda.NAME` is on the CPU."""
 
 
 def install() -> None:
-    """Put the table into `torch.cuda`, and a refusal for everything else that acts on a device."""
+    """Put TABLE into `torch.cuda`; everything else that acts on a device then raises an error."""
     for name in dir(torch.cuda):
         value = getattr(torch.cuda, name)
         if name not in TABLE and _does_something(name, value):
@@ -188,16 +189,16 @@ def install() -> None:
 
 
 def _does_something(name: str, value: Any) -> bool:
-    """Whether `torch.cuda.name` is torch.cuda's own and acts on a device when it is called."""
+    """Whether `torch.cuda.name` is defined in torch.cuda and acts on a device when called."""
     own = (getattr(value, "__module__", None) or "").startswith("torch.cuda")
     if name.startswith("_") or name in _UNTOUCHED or not own or not callable(value):
         return False
     passive = isinstance(value, type) and issubclass(value, Exception)
-    return not passive and not name.endswith("Storage")  # pickles name the storages
+    return not passive and not name.endswith("Storage")  # unpickling looks these classes up
 
 
 def _refusal(name: str, value: Any) -> Any:
-    """A function that raises NotEmulated; in place of a class it is a class, for isinstance."""
+    """What raises NotEmulated when called: a function, or for a class a class (isinstance)."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise NotEmulated(f"torch.cuda.{name} is not emulated on the CPU")

@@ -1,4 +1,4 @@
-"""DeepEP's intranode normal mode on any torch.distributed backend: layouts and sums, no kernels.
+"""A stand-in for `deep_ep` on any torch.distributed backend: DeepEP's intranode normal mode.
 
 Megatron's flex dispatcher imports `deep_ep`, which is CUDA only. A token goes once to each *rank*
 that has one of its experts; on the way back all rows of one token are added up. Example: 4 experts
@@ -6,9 +6,9 @@ on 2 ranks, experts 0 and 1 on rank 0. A token for experts 0 and 1 is sent as on
 token for experts 1 and 2 is sent as two rows, one to each rank.
 
 The module follows the docstrings of deep_ep/buffer.py and deep_ep/utils.py in
-github.com/deepseek-ai/DeepEP; the order of received rows (by sender, then by token) and the sum in
-float32 are those of its intranode kernels. Two things differ: nothing overlaps here, and DeepEP
-itself takes only bfloat16 (and FP8) activations.
+github.com/deepseek-ai/DeepEP. As in DeepEP's intranode kernels, received rows are ordered by
+sender, then by token, and sums are in float32. Two things differ: nothing overlaps here, and this
+module takes any dtype but FP8, where DeepEP takes only bfloat16 and FP8.
 
 Shape suffixes (docs/glossary.md): T, K, E, R.
 """
@@ -26,8 +26,8 @@ import torch.distributed as dist
 
 from megatron_r3.cpu.errors import NotEmulated
 
-# The layout, which follows from the experts, and options for tuning and for streams, which have no
-# meaning here.
+# Options that are accepted and ignored: the layout, which is computed again from topk_idx, and
+# tuning and streams, which have no meaning on the CPU.
 _IGNORED = {
     *("num_tokens_per_rank", "num_tokens_per_rdma_rank", "is_token_in_rank"),
     *("config", "previous_event", "async_finish", "allocate_on_comm_stream"),
@@ -42,7 +42,7 @@ def provide() -> None:
     if "deep_ep" in sys.modules or importlib.util.find_spec("deep_ep") is not None:
         return
     utils = _module("deep_ep.utils", EventHandle=EventHandle, EventOverlap=EventOverlap)
-    # without a name HybridEPBuffer in it, Megatron knows that it has no HybridEP
+    # the package has no HybridEPBuffer: from that Megatron sees that HybridEP is missing
     package = _module("deep_ep", Buffer=Buffer, EventOverlap=EventOverlap, utils=utils)
     package.__path__ = []
     sys.modules.update({"deep_ep": package, "deep_ep.utils": utils})
@@ -57,7 +57,7 @@ def _module(name: str, **names: Any) -> ModuleType:
 
 
 class EventHandle:
-    """A CUDA event of DeepEP's: on the CPU all work is done when a call returns."""
+    """DeepEP's CUDA event. On the CPU all work is done when a call returns."""
 
     def current_stream_wait(self) -> None:
         """There is nothing to wait for."""
@@ -77,12 +77,12 @@ class EventOverlap(EventHandle):
 
 
 class Handle(NamedTuple):
-    """Where the tokens of one dispatch went. A combine needs it, and a dispatch that repeats it.
+    """Where the tokens of one dispatch went: for the combine, or to dispatch the same way again.
 
     Attributes:
         tokens: how many tokens this rank had.
-        rows: the token of each row that this rank sent, sorted by destination. Tokens 0 and 2 to
-            rank 0 and token 1 to both ranks: [0, 1, 2, 1].
+        rows: for each row that this rank sent its token; the rows are sorted by destination.
+            Example: tokens 0 and 2 go to rank 0, token 1 to both ranks: [0, 1, 2, 1].
         sent: how many rows this rank sent to each rank; in the example [3, 1].
         received: how many rows this rank got from each rank.
     """
@@ -94,7 +94,7 @@ class Handle(NamedTuple):
 
 
 class _Config:
-    """The sizes of buffers, which are 0 here: there are no buffers."""
+    """DeepEP's config, asked for buffer sizes: 0, since there are no buffers."""
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         """Nothing to allocate, neither for NVLink nor for RDMA."""
@@ -130,7 +130,7 @@ class Buffer:
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> _Config:
-        """A config that nothing depends on."""
+        """DeepEP's config for dispatching; what it says changes nothing here."""
         return _Config()
 
     get_combine_config = get_dispatch_config
@@ -152,7 +152,7 @@ class Buffer:
         _refuse(options)
         _require(
             bool(((topk_idx >= -1) & (topk_idx < num_experts)).all()),
-            f"topk_idx is -1 or one of {num_experts} experts",
+            f"topk_idx: each id must be -1 or one of {num_experts} experts",
         )
         # floor division takes -1 to -1, which is no rank
         rank_TK = topk_idx // (num_experts // self.group_size)
@@ -176,8 +176,8 @@ class Buffer:
         Args:
             x: tokens `[T, H]`.
             handle: the handle of an earlier dispatch, to send other tokens the same way (the
-                gradients of a combine). With a handle, leave experts and weights out; without one,
-                all of the following arguments are needed.
+                gradients of a combine). With a handle leave the next three arguments out; without
+                one all three are needed.
             num_tokens_per_expert: `[E]`, as get_dispatch_layout returned it.
             topk_idx: the experts of each token `[T, K]`, int64. -1 stands for no expert.
             topk_weights: the weights of those experts `[T, K]`, float32.
@@ -193,12 +193,15 @@ class Buffer:
         _refuse(options)
         _check_rows(x)
         if handle is not None:
-            _require(len(x) == handle.tokens, f"{len(x)} tokens for a handle of {handle.tokens}")
+            _require(len(x) == handle.tokens, f"x: {len(x)} tokens for a handle of {handle.tokens}")
             return self._send(x, handle), None, None, None, None, EventOverlap(EventHandle())
         if topk_idx is None or topk_weights is None or num_tokens_per_expert is None:
-            raise NotEmulated("deep_ep on the CPU: a dispatch without a handle, experts or weights")
-        _require(topk_weights.dtype == torch.float32, "topk_weights: float32, as in DeepEP")
-        _require(len(x) == len(topk_idx), f"{len(x)} tokens, but experts for {len(topk_idx)}")
+            raise NotEmulated(
+                "deep_ep on the CPU: a dispatch without a handle needs topk_idx, topk_weights and "
+                "num_tokens_per_expert"
+            )
+        _require(topk_weights.dtype == torch.float32, "topk_weights must be float32, as in DeepEP")
+        _require(len(x) == len(topk_idx), f"x: {len(x)} tokens, but experts for {len(topk_idx)}")
         num_experts = num_tokens_per_expert.numel()
         *_, in_rank, event = self.get_dispatch_layout(topk_idx, num_experts)
         handle = self._make_handle(in_rank)
@@ -217,13 +220,13 @@ class Buffer:
         topk_weights: torch.Tensor | None = None,
         **options: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
-        """Send every row back, and add up those of each token (without weights).
+        """Send every row back to the rank of its token, and add up the rows of each token.
 
         Args:
             x: a row of the hidden size for each row that the dispatch of `handle` received.
             handle: the handle that the dispatch returned.
-            topk_weights: K float32 numbers for each row, added up in the same way: the gradients of
-                the weights of a dispatch. None means that there are no weights.
+            topk_weights: K float32 numbers for each row, added up in the same way (the gradients
+                of a dispatch's weights), or None. The rows are not multiplied by them.
             options: streams and tuning, which change nothing.
 
         Returns:
@@ -238,8 +241,8 @@ class Buffer:
         return self._add_up(x, handle), topk_weights, EventOverlap(EventHandle())
 
     def _make_handle(self, in_rank: torch.Tensor) -> Handle:
-        """The handle of a layout; the ranks tell each other how many rows will come."""
-        # the transpose is [R, T], and nonzero goes through it row by row: sorted by destination
+        """The handle of a layout `[T, R]`; all ranks exchange how many rows each will send."""
+        # nonzero reads the transpose [R, T] row by row, so its result is sorted by destination
         rows = in_rank.t().nonzero()[:, 1]
         sent = in_rank.sum(0)
         received = torch.empty_like(sent)
@@ -256,7 +259,7 @@ class Buffer:
         return output
 
     def _add_up(self, rows: torch.Tensor, handle: Handle) -> torch.Tensor:
-        """The sum of the rows of each token that come back, in float32 or a wider type."""
+        """Send rows back, and sum them for each token, in float32 or a wider type."""
         back = self._exchange(rows, handle.received, handle.sent)
         wide = torch.promote_types(rows.dtype, torch.float32)
         total = back.new_zeros((handle.tokens, *rows.shape[1:]), dtype=wide)
@@ -269,13 +272,13 @@ def _require(holds: bool, requirement: str) -> None:
 
 
 def _refuse(options: dict[str, Any]) -> None:
-    """Refuse options of DeepEP that do more than tune it."""
+    """Refuse DeepEP's options that would change a result."""
     _require(options.keys() <= _IGNORED, f"no {', '.join(sorted(options.keys() - _IGNORED))}")
 
 
 def _check_rows(x: Any) -> None:
-    """Refuse what DeepEP refuses, and also its pairs of FP8 values and scales."""
+    """Refuse an input that DeepEP refuses, and DeepEP's pairs of FP8 values and scales too."""
     _require(
         isinstance(x, torch.Tensor) and x.dim() == 2 and x.is_contiguous(),
-        "x: one contiguous tensor [T, H] (no FP8 with its scales)",
+        "x must be one contiguous tensor [T, H] (no FP8 with its scales)",
     )

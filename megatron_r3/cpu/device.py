@@ -1,9 +1,9 @@
-"""CUDA devices on CPU tensors: a torch call that names a CUDA device is made on the CPU.
+"""CUDA devices on CPU tensors: a torch call that names a CUDA device runs on the CPU.
 
 A torch function mode rewrites `device="cuda:0"`, `device=0`, `.to(0)`, `.cuda()`, `.is_cuda` and
-`.type()`: torch.empty(2, device="cuda") makes a CPU tensor whose `is_cuda` is True. A mode holds
-for one thread, and torch.autograd runs outside of it, so the mode is entered again in new threads
-and around autograd's engine. The functions of `torch.cuda` are in `cuda_table`.
+`.type()`: torch.empty(2, device="cuda") makes a CPU tensor whose `is_cuda` is True. A mode covers
+one thread, and torch.autograd leaves the mode, so the mode is entered again in new threads and
+around autograd's engine. The functions of `torch.cuda` are in `cuda_table`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _is_cuda_device(device: object) -> bool:
 
 
 class CudaToCpu(TorchFunctionMode):
-    """Every torch call that names a CUDA device is made on the CPU."""
+    """The function mode: a torch call that names a CUDA device runs on the CPU."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -53,10 +53,10 @@ class CudaToCpu(TorchFunctionMode):
         if func is torch.Tensor.type:
             return _tensor_type(func, *args, **(kwargs or {}))
         if func is torch.device and args and type(args[0]) is int:
-            return torch.device("cuda", *args)  # an index alone needs an accelerator
+            return torch.device("cuda", *args)  # torch.device(0) fails without an accelerator
         if func is torch.Tensor.to and len(args) > 1 and _is_cuda_device(args[1]):
             args = (args[0], CPU, *args[2:])
-        if not kwargs:  # most of the 60,000 calls of a training of one tiny step
+        if not kwargs:  # a short cut for most calls: one tiny training step makes 60,000
             return func(*args)
         kwargs = dict(kwargs)
         if _is_cuda_device(kwargs.get("device")):
@@ -69,7 +69,7 @@ class CudaToCpu(TorchFunctionMode):
 def _tensor_type(
     func: Any, tensor: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
-    """Tensor.type(): report and accept the names torch.cuda.* of tensor types."""
+    """Tensor.type(): report and accept type names as CUDA's, such as torch.cuda.FloatTensor."""
     if dtype is None:
         name = func(tensor)
         return name if name.startswith("torch.cuda.") else name.replace("torch.", "torch.cuda.", 1)
@@ -129,7 +129,7 @@ def _refuse_cuda_autocast() -> None:
 
 
 def _cover_autograd() -> None:
-    """Enter the mode around autograd's engine: torch takes it off in autograd.backward and grad."""
+    """Enter the mode around autograd's engine: autograd.backward and autograd.grad leave it."""
     torch.autograd._engine_run_backward = _in_mode(torch.autograd._engine_run_backward)
 
 

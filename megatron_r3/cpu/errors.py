@@ -1,4 +1,4 @@
-"""The errors of this package, and whose fault an error is."""
+"""The errors of megatron_r3.cpu, and what caused an error: the user, an argument, another rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class InstallError(RuntimeError):
 
 
 class NotEmulated(RuntimeError):
-    """A call that has no meaning on the CPU; raised so that nothing returns junk silently.
+    """A call that is not emulated on the CPU; an error, so that no wrong value is returned.
 
     Examples: capturing a CUDA graph, attention with a sliding window under context parallelism, an
     uneven collective that is asynchronous. The message says what was called.
@@ -20,7 +20,7 @@ class NotEmulated(RuntimeError):
 
 
 def is_users_mistake(error: BaseException) -> bool:
-    """Whether megatron_r3 itself refused a value: its message then says all that there is to say.
+    """Whether megatron_r3 itself refused a value: then the message is enough, without a traceback.
 
     Such an error is a ValueError whose innermost frame is in megatron_r3. A ValueError from another
     package needs its traceback, and so does any other kind of error from megatron_r3.
@@ -33,8 +33,8 @@ def is_users_mistake(error: BaseException) -> bool:
     return package in Path(frame.f_code.co_filename).parents
 
 
-# For arguments of CPU_ARGS: what stands in the last frame, or in the message, of the error that
-# Megatron makes without it. The others of CPU_ARGS were left out one by one, and nothing failed.
+# Arguments of CPU_ARGS, each with a word of the error that Megatron raises without it: the word is
+# in the last frame or in the message. Without any other one of CPU_ARGS no error was seen.
 _SIGNS = {
     "--distributed-backend=gloo": "NCCL",
     "--transformer-impl=local": "TESpecProvider",
@@ -46,7 +46,7 @@ _SIGNS = {
 
 
 def lacking(error: BaseException, argv: Sequence[str]) -> list[str]:
-    """The arguments of CPU_ARGS whose lack made this error; empty for any other error."""
+    """The arguments of CPU_ARGS that are missing and caused this error; empty if none did."""
     given = {argument.split("=")[0] for argument in argv}
     last = "".join(traceback.format_exception(error, limit=-1))
     return [

@@ -1,4 +1,4 @@
-"""What NCCL does and gloo does not: collectives of uneven sizes, sends of tensors freed at once."""
+"""What NCCL can and gloo cannot: uneven collectives, sends of tensors that are freed at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d
 
 from megatron_r3.cpu.errors import NotEmulated
 
-_MAX_IN_FLIGHT = 256  # how many copies may wait to be sent
+_MAX_IN_FLIGHT = 256  # how many copies may wait until they are sent
 _in_flight: deque[tuple[Any, torch.Tensor]] = deque()
 
 
@@ -26,12 +26,12 @@ def patch() -> None:
         return
     dist.all_gather = _with_uneven(dist.all_gather, _uneven_all_gather)
     dist.reduce_scatter = _with_uneven(dist.reduce_scatter, _uneven_reduce_scatter)
-    # batch_isend_irecv compares the function that it is given with the one of its own module
+    # batch_isend_irecv accepts only the isend of its own module, distributed_c10d
     dist.isend = distributed_c10d.isend = _sending_a_copy(dist.isend)
 
 
 def _with_uneven(even: Callable[..., Any], uneven: Callable[..., None]) -> Callable[..., Any]:
-    """A collective that calls `even`, or `uneven` if the tensors of the list differ in shape."""
+    """A collective that calls `uneven` if the tensors of its list differ in shape, else `even`."""
 
     @functools.wraps(even)
     def collective(*args: Any, **kwargs: Any) -> Any:
@@ -39,7 +39,7 @@ def _with_uneven(even: Callable[..., Any], uneven: Callable[..., None]) -> Calla
         if not lists or len({tensor.shape for tensor in lists[0]}) <= 1:
             return even(*args, **kwargs)
         if kwargs.get("async_op"):
-            raise NotEmulated(f"{even.__name__} of uneven sizes with async_op on gloo")
+            raise NotEmulated(f"{even.__name__} of uneven sizes with async_op=True is not emulated")
         return uneven(*args, **kwargs)
 
     return collective
@@ -54,7 +54,7 @@ def _uneven_all_gather(
     """One broadcast for each rank's tensor."""
     for rank, output in enumerate(tensor_list):
         part = tensor if dist.get_rank(group) == rank else output
-        # broadcast writes into what it is given: never into the tensor of the caller
+        # broadcast writes into its tensor, which must not be the caller's
         part = part.detach().contiguous().clone()
         dist.broadcast(part, group=group, group_src=rank)
         output.copy_(part)
@@ -69,7 +69,7 @@ def _uneven_reduce_scatter(
 ) -> None:
     """One all-reduce for each rank's tensor."""
     for rank, part in enumerate(input_list):
-        total = part.detach().contiguous().clone()  # reduced in place, and the input must stay
+        total = part.detach().contiguous().clone()  # all_reduce would overwrite the input
         dist.all_reduce(total, op=op, group=group)
         if dist.get_rank(group) == rank:
             output.copy_(total)

@@ -2,9 +2,9 @@
 
     pretrain_hybrid.py ... --hybrid-layer-pattern "*E*E" --spec megatron_r3.cpu.hybrid_spec spec
 
-Upstream's hybrid_layer_specs.py needs Transformer Engine and mamba-ssm. As there, attention and MLP
-are layers of their own; their parts are those of the local GPT spec. MTP is not in the spec.
-Importing this module changes Megatron: see `_use_torch_norm`.
+Upstream's hybrid_layer_specs.py needs Transformer Engine and mamba-ssm. As in that file, attention
+and MLP are layers of their own; here their submodules come from the local GPT spec. MTP is not in
+the spec. Importing this module changes Megatron: see `_use_torch_norm`.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ class _NotHere(torch.nn.Module):
 
 
 def _layer(kind: type, *names: str, num_experts: int | None = None) -> ModuleSpec:
-    """The spec of a layer that has some parts of the local GPT layer.
+    """The spec of a layer that has some submodules of the local GPT layer.
 
     Args:
         kind: the module class of the layer.
-        names: the parts that it has.
-        num_experts: None for a dense MLP, any number for a MoE layer, whose config has the real
-            number.
+        names: those submodules.
+        num_experts: None for a dense MLP; any number for a MoE layer, since the real number comes
+            from the config.
     """
-    # "RMSNorm" chooses torch's norms even if apex is installed; which norm it is, the config says
+    # "RMSNorm" chooses WrappedTorchNorm even if apex is installed; the config says which norm
     whole = get_gpt_layer_local_submodules(num_experts=num_experts, normalization="RMSNorm")
     parts = TransformerLayerSubmodules(**{name: getattr(whole, name) for name in names})
     if "self_attention" in names:
-        # None as in upstream's hybrid spec: the local spec has IdentityOp here, and that would turn
-        # --qk-layernorm off without a word
+        # None, as in upstream's hybrid spec. The local spec's IdentityOp would silently turn
+        # --qk-layernorm off.
         inside = parts.self_attention.submodules
         inside.q_layernorm = inside.k_layernorm = None
     return ModuleSpec(module=kind, submodules=parts)

@@ -1,8 +1,8 @@
 """What Megatron's dynamic inference engine takes from FlashAttention, Triton and CUDA.
 
-Keys and values are in blocks of a cache that all requests share. FlashAttention reads them by a
-block table; here a request's blocks are put together and attended to by plain torch, one request
-after another. Multi-latent attention decodes by another kernel, which is not here.
+Keys and values are in blocks of a cache that all requests share. FlashAttention finds them by a
+block table. Here plain torch joins the blocks of each request and attends to them, one request
+after another. Multi-latent attention decodes by another kernel, which is not emulated.
 
 Shape suffixes (docs/glossary.md): A, F, Q, Z.
 """
@@ -20,11 +20,11 @@ _Generator = torch.Generator
 
 
 def patch() -> None:
-    """Give the engine of the Megatron that is importable what it lacks, if it has one."""
+    """Give the importable Megatron's dynamic engine what it lacks on a CPU, if there is one."""
     try:
         attention = importlib.import_module("megatron.core.transformer.attention")
         context = importlib.import_module("megatron.core.inference.contexts.dynamic_context")
-    except ImportError:  # whoever needs the module gets the error
+    except ImportError:  # a program that needs these modules gets this error itself
         return
     attention.flash_attn_varlen_func = attend_to_blocks  # type: ignore[attr-defined]
     attention.flash_attn_with_kvcache = decode_from_blocks  # type: ignore[attr-defined]
@@ -56,15 +56,14 @@ def attend_to_blocks(
         k, v: the cache, `[blocks, tokens of a block, heads, F]`.
         cu_seqlens_q, cu_seqlens_k: where the queries and the keys of each request begin, and the
             end of the last one. A request may have fewer queries than keys: its earlier keys are in
-            the cache. Padding has none.
-        block_table: the blocks of each request, `[requests, most blocks]`.
+            the cache. A padding request has no queries.
+        block_table: the blocks of each request, `[requests, blocks of the longest]`.
 
     Returns:
         `[Q, A, F]`.
 
     Raises:
-        NotEmulated: a call that Megatron's dynamic engine makes only with options that are not
-            here: a window, an attention sink.
+        NotEmulated: the call has a window, an attention sink, no causal mask or no block table.
     """
     _refuse(causal, window_size, block_table, return_attn_probs)
     assert block_table is not None
@@ -95,7 +94,7 @@ def decode_from_blocks(
 
     Args:
         q: `[requests, tokens of a request, A, F]`.
-        cache_seqlens: how many keys each request has, those of its queries included; 0 for padding.
+        cache_seqlens: how many keys each request has, with those of `q`; 0 for padding.
 
     Returns:
         The shape of `q`.
@@ -118,8 +117,8 @@ def decode_from_blocks(
 def _refuse(causal: bool, window: Any, block_table: Any, return_lse: bool) -> None:
     if not causal or tuple(window) != (-1, -1) or block_table is None or return_lse:
         raise NotEmulated(
-            "attention of an inference engine with a window or a sink, or without a block table; "
-            "on the CPU it is causal, over all keys of a block table"
+            "attention of the inference engine with a window or a sink, or without a block table, "
+            "is not emulated on the CPU"
         )
 
 
@@ -133,7 +132,7 @@ def _gathered(cache: torch.Tensor, blocks: torch.Tensor, length: int) -> torch.T
 def _attention(
     q_QAF: torch.Tensor, k_ZAF: torch.Tensor, v_ZAF: torch.Tensor, scale: float | None
 ) -> torch.Tensor:
-    """Causal softmax(QK)V `[Q, A, F]`: the last query sees all keys, the one before all but one."""
+    """Causal softmax(QK)V `[Q, A, F]`; the queries are those of the last Q of Z tokens."""
     scale = scale or q_QAF.shape[-1] ** -0.5
     group = q_QAF.shape[1] // k_ZAF.shape[1]
     k_ZAF, v_ZAF = (part.repeat_interleave(group, dim=1) for part in (k_ZAF, v_ZAF))
@@ -152,7 +151,7 @@ class _AnyGenerator(type(_Generator)):  # type: ignore[misc]
 class _CpuGenerator(_Generator, metaclass=_AnyGenerator):
     """torch.Generator on the CPU, whatever device is asked for.
 
-    The mode of `device` does not see it: a type is called, and no function of torch.
+    The function mode of `device` sees calls of functions only, and torch.Generator is a class.
     """
 
     def __new__(cls, device: object = None) -> Any:
@@ -160,10 +159,10 @@ class _CpuGenerator(_Generator, metaclass=_AnyGenerator):
 
 
 def _let_gloo_write_into_buffers() -> None:
-    """Make the buffers of collectives outside of inference mode.
+    """Allocate the buffers of collectives outside of inference mode.
 
-    gloo writes into a tensor after its call has returned, outside of the inference mode in which
-    the engine made the tensor, and torch refuses that. NCCL writes on the device.
+    torch refuses to write into a tensor of inference mode from outside of that mode. gloo does so:
+    it writes after the call has returned. NCCL writes on the device, where torch does not check.
     """
     from megatron.core.utils import GlobalMemoryBuffer
 

@@ -41,7 +41,7 @@ CPU_CONFIG: dict[str, bool] = {
     "persist_layer_norm": False,
 }
 """The fields of TransformerConfig that do what CPU_ARGS does, for a program that makes its own
-config. The backend and Megatron's local layers are no fields of a config.
+config. gloo and Megatron's local layers must be chosen elsewhere: the config has no field for them.
 """
 
 _state = {"installed": False}
@@ -57,8 +57,8 @@ def install() -> None:
     """
     if _state["installed"]:
         return
-    # CUDA devices, typing.override and deep_ep come first: Megatron looks for them while it is
-    # imported. The rest replaces names of Megatron's own modules, and so imports them.
+    # What Megatron looks for while it is imported comes first: CUDA devices, typing.override,
+    # torch.compile, deep_ep. The rest imports Megatron's modules and replaces names in them.
     device.install()
     megatron_gaps.provide_override()
     megatron_gaps.disable_compiler()
@@ -74,7 +74,7 @@ def install() -> None:
 
 
 def _check_importable() -> None:
-    """Refuse if there is no Megatron. If Megatron lacks a package, its own error is raised."""
+    """Refuse if there is no Megatron. An error about a package that Megatron lacks is passed on."""
     try:
         importlib.import_module("megatron.core")
     except ModuleNotFoundError as error:
@@ -89,9 +89,9 @@ def _check_importable() -> None:
 def _cover_spawned_processes() -> None:
     """Have children that multiprocessing spawns call `install` before they import anything.
 
-    A spawned child starts from nothing: it unpickles its preparation data, imports the main script
-    again, which imports Megatron, and only then unpickles its task. An `_Install` in the
-    preparation data is unpickled with it, so before Megatron is imported:
+    A spawned child first unpickles its preparation data; then it imports the main script again,
+    which imports Megatron; last it unpickles its task. So `_Install` goes into the preparation
+    data:
 
         {"name": ..., "sys_path": ..., "init_main_from_path": ..., "megatron_r3.cpu": _Install()}
     """
@@ -107,20 +107,20 @@ def _cover_spawned_processes() -> None:
 
 
 def _start_in_a_thread(manager: Any) -> None:
-    """Start a `multiprocessing.Manager()` in this process; each checkpoint makes one for a queue.
+    """Run the server of a `multiprocessing.Manager()` as a thread of this process.
 
-    The server of a manager is a process otherwise. It would import the script again, for six
-    seconds of CPU.
+    Megatron starts a manager at each checkpoint, for a queue. As a process, which is Python's
+    default, its server would import the script again: six seconds of CPU.
     """
     server = manager.get_server()
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    manager._address = server.address  # what a manager has that did not start its server
+    manager._address = server.address  # as for a manager that connects to a running server
     manager.connect()
     manager.shutdown = lambda: None  # the thread ends with the process
 
 
 class _Install:
-    """A value whose unpickling installs: pickle calls what `__reduce__` names."""
+    """A value that calls `install` when it is unpickled: pickle calls what `__reduce__` names."""
 
     def __reduce__(self) -> tuple[Callable[..., None], tuple[list[str]]]:
         return _install_in_child, (list(sys.path),)

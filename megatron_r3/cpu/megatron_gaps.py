@@ -1,7 +1,7 @@
 """Fill in what Megatron-LM takes from CUDA, Transformer Engine, a compiler or a later Python.
 
-Each private function fills one gap, named in its docstring, and leaves alone what this release line
-of Megatron does not have. Attention and DeepEP are larger gaps with files of their own.
+Each private function fills one gap, which its docstring names, and does nothing on a release line
+that lacks the module or the name. Attention and DeepEP are larger gaps with files of their own.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def provide_override() -> None:
 
 
 def disable_compiler() -> None:
-    """Have torch.compile give back the function that it gets.
+    """Have torch.compile return the function that it gets, not compiled.
 
     On a CPU torch.compile needs a C++ compiler, and compiles again for every number of tokens
-    that an expert gets: a tiny training takes twice as long with it. Megatron decorates functions
-    with it while it is imported. For that alone torch would import its compiler, in seconds.
+    that an expert gets: a tiny training takes twice as long. Importing Megatron alone, whose
+    functions are decorated with torch.compile, makes torch import its compiler for seconds.
     """
 
     def compile(model: Any = None, **options: Any) -> Any:
@@ -53,7 +53,8 @@ def disable_compiler() -> None:
 
 def patch() -> None:
     """Fill every gap in the Megatron that is importable."""
-    # Megatron asks for it with TP and CP, so that kernels start in program order, as CPU work does
+    # Megatron requires this variable with TP or CP, so that kernels start in program order. Work on
+    # the CPU always does.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     _define_names_in_moe_utils()
     _define_names_in_random()
@@ -68,8 +69,8 @@ def patch() -> None:
 def _import(name: str) -> ModuleType | None:
     """A module of Megatron, or None if this tree or this machine cannot import it.
 
-    If the module cannot be imported, nobody can use what would be patched in it; whoever needs the
-    module gets its ImportError.
+    A module that cannot be imported needs no patch, and a program that imports it gets its
+    ImportError.
     """
     try:
         return importlib.import_module(name)
@@ -78,7 +79,7 @@ def _import(name: str) -> ModuleType | None:
 
 
 def _define(module: ModuleType, **names: Any) -> None:
-    """Define names that the module uses although its import of them failed."""
+    """Define names that a module uses although its import of them failed."""
     for name, value in names.items():
         if not hasattr(module, name):
             setattr(module, name, value)
@@ -117,7 +118,7 @@ def _share_storage(output: torch.Tensor, recomputed: torch.Tensor) -> None:
 
 
 def _define_names_in_random() -> None:
-    """CheckpointWithoutOutput names functions of TE's FP8, and compiles C++ to share a storage."""
+    """CheckpointWithoutOutput uses names of TE's FP8, and compiles C++ to share a storage."""
     random = _import("megatron.core.tensor_parallel.random")
     if random is None:
         return
@@ -137,37 +138,37 @@ def _define_names_in_random() -> None:
 
 
 def _define_inference_layers() -> None:
-    """On main, MTP calls isinstance() with classes that are no classes where TE is missing.
+    """Replace two names in Megatron's main with which MTP calls isinstance().
 
-    The two names are placeholders then, because their base classes are TE's. They become real
-    classes that nothing is an instance of.
+    Their base classes are TE's. Without TE the names are placeholders and no classes, so that
+    isinstance() fails. They become empty classes, of which nothing is an instance.
     """
     layers = _import("megatron.core.tensor_parallel.inference_layers")
     for name in ("InferenceColumnParallelLinear", "InferenceLayerNormColumnParallelLinear"):
-        # the default is a class: without the module, or without the name, there is nothing to do
+        # the default `type` is a class: nothing is replaced if the module or the name is missing
         if not isinstance(getattr(layers, name, type), type):
             setattr(layers, name, type(name, (), {}))
 
 
 def _define_linear_in_mla() -> None:
-    """Up to 0.16, MLA calls isinstance() with TELinear, which is no class where TE is missing."""
+    """Up to 0.16, MLA calls isinstance() with TELinear, which is not a class without TE."""
     mla = _import("megatron.core.transformer.multi_latent_attention")
     if mla is not None and not isinstance(getattr(mla, "TELinear", type), type):
         mla.TELinear = type("TELinear", (), {})  # type: ignore[attr-defined]
 
 
 def _skip_fused_kernels() -> None:
-    """Up to 0.16 a training starts with compiling CUDA kernels by nvcc."""
+    """Up to 0.16 a training first compiles CUDA kernels with nvcc: compile none."""
     fused_kernels = _import("megatron.legacy.fused_kernels")
     if fused_kernels is not None:
         fused_kernels.load = lambda args: None  # type: ignore[attr-defined]
 
 
 def _skip_jit_warm_up() -> None:
-    """The warm-up of the fused functions draws random numbers; how many depends on the layout.
+    """Skip the warm-up of fused functions, which draws random numbers, as many as the layout says.
 
-    Here they would come from the one random stream that there is, and runs of two layouts would
-    go on with different numbers.
+    On the CPU there is one random stream for everything. After the warm-up runs of two layouts
+    would go on with different random numbers.
     """
     initialize = _import("megatron.training.initialize")
     if initialize is not None:
@@ -175,11 +176,11 @@ def _skip_jit_warm_up() -> None:
 
 
 def _let_norms_be_sequence_parallel() -> None:
-    """WrappedTorchNorm refuses sequence parallelism, which Megatron has only in TE's norms.
+    """Let WrappedTorchNorm take sequence parallelism, which upstream has only in TE's norms.
 
-    Under sequence parallelism the norm of a rank sees only its part of the sequence, so that its
-    weights have only a part of their gradient. Megatron adds up the gradients of weights that are
-    marked `sequence_parallel` over the tensor parallel ranks: marking them is all that is needed.
+    A rank's norm sees only the rank's part of the sequence, so its weights have only a part of
+    their gradient. Megatron adds up the gradients of weights that are marked `sequence_parallel`
+    over the tensor parallel ranks: marking the weights is all that is needed.
     """
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
@@ -199,26 +200,26 @@ def _let_norms_be_sequence_parallel() -> None:
 def patch_index_builder() -> None:
     """Have Megatron's dataset index builder (helpers.cpp) compiled outside of Megatron's tree.
 
-    Upstream's `compile_helpers` runs `make` in its own tree with the pybind11 of whatever `python3`
-    is found first, and ends the process if that fails; the sources on PyPI have no Makefile. Here
-    the library goes into a cache, with torch's copy of pybind11, and every rank imports it from
-    there.
+    Upstream's `compile_helpers` runs `make` in Megatron's tree with the pybind11 of whatever
+    `python3` is found first. It ends the process if that fails, and the sources on PyPI have no
+    Makefile. Here the library is built with torch's copy of pybind11, into a cache from which every
+    rank imports it.
     """
     import megatron.core.datasets as datasets
     from megatron.core.datasets import utils
 
     source = Path(utils.__file__).with_name("helpers.cpp")
     if not source.exists() or importlib.util.find_spec(f"{datasets.__name__}.{_INDEX_BUILDER}"):
-        utils.compile_helpers = lambda: None  # a wheel has it built
+        utils.compile_helpers = lambda: None  # a wheel has the library already
         return
     library = _library_of(source)
-    # a package may have several folders: Megatron's `import ...datasets.helpers_cpp` finds it here
+    # a package may have several folders: `import megatron.core.datasets.helpers_cpp` looks here too
     datasets.__path__.append(str(library.parent))
     utils.compile_helpers = lambda: _compile(source, library)
 
 
 def _library_of(source: Path) -> Path:
-    """Where the library is kept that belongs to this source, Python and machine.
+    """The cached library's path: one for each source text, Python version and platform.
 
     For example `~/.cache/megatron_r3/helpers_cpp-0123456789abcdef/helpers_cpp.cpython-311-...so`.
     """
@@ -229,14 +230,14 @@ def _library_of(source: Path) -> Path:
 
 
 def _compile(source: Path, library: Path) -> None:
-    """Build the library, unless it is there.
+    """Build the library, unless the cache has it.
 
-    A failure is only a warning: a training whose data needs no index runs without a compiler.
+    If the build fails, only a warning is printed: a training whose data needs no index can run.
     """
     if library.exists():
         return
     library.parent.mkdir(parents=True, exist_ok=True)
-    # each process builds a file of its own and renames it: no process sees half a library
+    # each process builds under a name of its own, then renames: no process loads half a library
     partial = library.with_name(f"{library.name}.{os.getpid()}")
     includes = (Path(torch.__file__).parent / "include", sysconfig.get_paths()["include"])
     command = [

@@ -23,9 +23,9 @@ def describe_rank(rank: int, world_size: int, port: int) -> dict[str, str]:
 def free_port() -> int:
     """A port of this machine that nothing listens on.
 
-    It is below the ports that the system hands out by itself (from 32768 on Linux), so that no
-    connection of another process gets it between this call and the start of the ranks. It is drawn
-    at random, so that two runs that start at the same moment hardly ever draw the same one.
+    The port is below the ephemeral ports (from 32768 on Linux), so that no outgoing connection of
+    another process takes it before the ranks start. It is drawn at random, so that two runs that
+    start at the same moment hardly ever get the same port.
 
     Raises:
         OSError: a hundred ports were tried, and all of them are taken.
@@ -38,7 +38,7 @@ def free_port() -> int:
 
 
 def usable_cores() -> int:
-    """How many cores this process may use, which in a container may be fewer than there are."""
+    """How many cores this process may use; in a container these may be fewer than the machine's."""
     if hasattr(os, "sched_getaffinity"):  # Linux
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
