@@ -1,8 +1,8 @@
-"""The embedded sampler as an engine of a collection: all samples are asked for in one request.
+"""The embedded sampler as the engine of a collection: one request asks for all samples.
 
-A batch rounds as it is put together: a sample that ran with other samples beside it has other last
-digits. One request for all samples of a collection makes the batches the same in every run, and
-after every kill, so the collection can be repeated bit for bit.
+How a sample rounds depends on the other samples of its batch. One request for all samples of a
+collection makes the batches the same in every run, also after a kill, so that a collection can be
+repeated bit for bit.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from megatron_r3.data.engines.shape import EngineError, ModelShape
 
 
 class BatchServer(Server):
-    """Waits until every sample of the collection is asked for, then asks for all of them at once.
+    """Waits until every sample of the collection is wanted, then sends one request for all.
 
     Args:
         client: sends the request.
         shape: of the model.
         sampling: how to sample.
-        expected: how many samples are asked for.
+        expected: how many samples the collection has.
     """
 
     def __init__(
         self, client: Client, shape: ModelShape, sampling: Sampling, expected: int
     ) -> None:
-        super().__init__("sglang", client, shape, sampling)  # whose requests the sampler takes
-        self.name = "transformers"  # what runs the model, which the store says
+        super().__init__("sglang", client, shape, sampling)  # the sampler takes SGLang's requests
+        self.name = "transformers"  # the engine that the store names
         self.expected = expected
         self._waiting: list[tuple[Prompt, int | None, str, asyncio.Future[Answer]]] = []
 
@@ -64,14 +64,14 @@ class BatchServer(Server):
             )
             responses = await self._client.post("/generate", together, most_bytes)
             if not isinstance(responses, list) or len(responses) != len(bodies):
-                raise EngineError(f"not {len(bodies)} responses")
+                raise EngineError(f"/generate: expected a list of {len(bodies)} responses")
             answers = [
                 self._read(response, body, "", where)
                 for response, body, (_, _, where, _) in zip(responses, bodies, waiting, strict=True)
             ]
         except EngineError as error:
-            # A sample that gets an EngineError is asked for again, and would wait for the others of
-            # its batch for ever; one that gets NoAnswer is not.
+            # A sample that fails with an EngineError is asked for again, and would wait for ever
+            # for the others of its batch. A sample that fails with NoAnswer is not asked for again.
             for _, _, _, future in waiting:
                 if not future.done():
                     future.set_exception(NoAnswer(str(error)))

@@ -1,4 +1,4 @@
-"""What the store of a run has: how many collections, and what each of them showed.
+"""What the store of a run has: how many collections, and the numbers of each.
 
 Shape suffixes (docs/glossary.md): E, L, M, N.
 """
@@ -19,14 +19,14 @@ from megatron_r3.loop.config import Config
 
 
 class Collected:
-    """How far the collections of a run are; cheap to ask often."""
+    """Counts the stored collections of a run; cheap to ask often."""
 
     def __init__(self, config: Config) -> None:
         self._rollouts, self._size = config.directory.rollouts, config.rollouts_per_collection
         self._num_shards, self._whole = 0, 0
 
     def count(self) -> int:
-        """How many collections are stored as a whole."""
+        """How many collections are stored completely."""
         num_shards = len([*self._rollouts.glob(SHARD_GLOB)])
         if num_shards != self._num_shards:
             store = RolloutStore([self._rollouts], mixed_policies=True)
@@ -35,7 +35,7 @@ class Collected:
 
 
 def measured(config: Config, collection: int, ends: set[int]) -> dict[str, Any]:
-    """What the event of a collection has, from its rollouts.
+    """The numbers of a collection's event `collected`, from its stored rollouts.
 
     Args:
         ends: the tokens that end a response.
@@ -46,7 +46,7 @@ def measured(config: Config, collection: int, ends: set[int]) -> dict[str, Any]:
     rollouts = [store.rollout(i) for i in indices]
     reward_M = store.column("reward")[indices.start : indices.stop]
     lengths = [int(one.response_N.sum()) for one in rollouts]
-    # The last token may also end the response that has just the longest length.
+    # A response of the longest length is not cut if its last token is one that ends a response.
     cut = [
         n >= config.sampler.max_tokens and int(one.tokens_N[-1]) not in ends
         for n, one in zip(lengths, rollouts, strict=True)
@@ -64,12 +64,12 @@ def measured(config: Config, collection: int, ends: set[int]) -> dict[str, Any]:
 
 
 def told(config: Config) -> list[str]:
-    """A line for each collection whose end the collector noted, in their order."""
+    """A line for each collection that has an event `collected`, in the order of collections."""
     last: dict[int, str] = {}
     for event in config.directory.read_events("collector"):
         if event.get("event") == "collected":
             number = int(event["collection"])
-            # an event that was written again after a kill has no time
+            # a collector that was killed before this event writes it later, without `seconds`
             took = f" in {event['seconds']:.1f} s" if "seconds" in event else ""
             last[number] = (
                 f"collection {number}: policy {event['version']}, reward {event['reward']:.4f}, "
@@ -79,7 +79,7 @@ def told(config: Config) -> list[str]:
 
 
 def end_tokens(model: Path) -> set[int]:
-    """The tokens that end a response; empty where neither of the model's configs names one."""
+    """The tokens that end a response; empty if neither config file of the model names any."""
     for name in ("generation_config.json", "config.json"):
         file = model / name
         fields = read_json(file.read_bytes(), str(file)) if file.is_file() else {}
@@ -90,7 +90,7 @@ def end_tokens(model: Path) -> set[int]:
 
 
 def _loads(store: RolloutStore, rollouts: Sequence[int]) -> list[float]:
-    """Of each MoE layer the load of the busiest expert, as a multiple of the mean."""
+    """For each MoE layer the tokens of the busiest expert, divided by the mean over experts."""
     info = store.info
     counts_LE = np.zeros((len(info.moe_layers), info.num_experts), np.int64)
     for index in rollouts:

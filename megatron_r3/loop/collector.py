@@ -1,6 +1,6 @@
 """The collector of a run: for each collection it waits for the policy, pushes it, and samples.
 
-What was collected before is not collected again, so the part can be killed and started again at any
+A stored collection is not sampled again, so the collector can be killed and started again at any
 moment. With the embedded sampler the rollouts are then the same, bit for bit.
 """
 
@@ -37,7 +37,7 @@ from megatron_r3.loop.push import Push, Pusher, PushError
 from megatron_r3.loop.push_floor import PushFloor
 
 PART = "collector"
-TRIES = 5  # attempts at a collection when the sampler goes away
+TRIES = 5  # attempts at a collection if the sampler fails or restarts
 _PAUSE_S = 1.0
 _RETRIES, _RETRY_PAUSE_S = 8, 0.25
 
@@ -64,26 +64,27 @@ class Collector:
         except ValueError as error:
             raise ConfigError(f"{config.file}: [sampler] {error}") from error
         self._pushed: Push | None = None
-        self._version = -1  # that was pushed
+        self._version = -1  # of the policy that was pushed last
         self._ends = end_tokens(config.path(config.policy.model))
         needed = (config.run.lag + 1) * config.prompts.per_collection
         if config.run.lag and len(self.prompts) < needed:
             raise ConfigError(
                 f"{config.path(config.prompts.file)}: {len(self.prompts)} prompts; with lag "
                 f"{config.run.lag} policy 0 samples {config.run.lag + 1} collections of "
-                f"{config.prompts.per_collection}, which must be different prompts: {needed}"
+                f"{config.prompts.per_collection}, which must be different prompts: {needed} "
+                "or more"
             )
         if len(self.prompts) < config.prompts.per_collection:
             raise ConfigError(
                 f"{config.path(config.prompts.file)}: {len(self.prompts)} prompts; a collection "
-                f"has {config.prompts.per_collection}"
+                f"has {config.prompts.per_collection}: give more, or lower [prompts] per_collection"
             )
 
     def run(self) -> None:
-        """Sample every collection that is not there yet.
+        """Sample every collection that is not stored yet.
 
         Raises:
-            ValueError: a push that is refused, a reward that fails, a policy that does not come.
+            ValueError: a push was refused, a reward failed, or a policy was not published in time.
         """
         stored = Collected(self.config).count()
         noted = {
@@ -91,14 +92,14 @@ class Collector:
             for event in self.directory.read_events(PART)
             if event.get("event") == "collected"
         }
-        for number in sorted({*range(stored)} - noted):  # a kill came between shard and event
+        for number in sorted({*range(stored)} - noted):  # killed between the shard and its event
             self._note_collected(number)
         for number in range(stored, self.config.run.collections):
             policy = self._wait_for(self.config.version_of(number))
             self._collect(number, policy)
 
     def prompts_of(self, collection: int) -> list[Prompt]:
-        """The prompts of a collection; after the last one the first one comes again."""
+        """The prompts of a collection; after the file's last prompt its first one follows."""
         size = self.config.prompts.per_collection
         first = collection * size
         return [self.prompts[i % len(self.prompts)] for i in range(first, first + size)]
@@ -112,7 +113,7 @@ class Collector:
         return policy
 
     def _collect(self, number: int, policy: PublishedPolicy) -> None:
-        """Push the policy and sample; both again where the sampler went away in between."""
+        """Push the policy and sample; push and sample again if the sampler fails or restarts."""
         for attempt in range(TRIES):
             try:
                 if self._pushed is None or self._version != policy.version:
@@ -120,7 +121,7 @@ class Collector:
                 self._sample(number, policy, self._pushed.served)
                 return
             except LoadError:
-                raise  # the sampler answered, and what it answered is wrong
+                raise  # the sampler did answer, and a second try would change nothing
             except (CollectError, EngineChanged, EngineError) as error:
                 self._pushed = None
                 self.directory.note(PART, "failed", collection=number, reason=str(error))
@@ -132,7 +133,7 @@ class Collector:
         policy.check_files()
         config = self.config.sampler
         client, floor, wait = self._client(), self._floor(), self.config.run.wait
-        # Weights may take long, and must not be sent twice.
+        # Loading weights may take long, and the request must not be sent twice.
         patient = Client(config.url, 1, wait, 0, _RETRY_PAUSE_S)
         loader = Loader(config.engine, patient, config.in_place, config.push, wait_s=wait)
         pusher = Pusher(loader, client, self.shape, floor)
@@ -156,7 +157,7 @@ class Collector:
         return push
 
     def _before(self, version: int) -> Probe | None:
-        """The probe of the policy that was pushed last; None where there is none any more."""
+        """The probe of the last pushed policy of another version; None if its files are gone."""
         pushed = [
             int(event["version"])
             for event in self.directory.read_events(PART)
@@ -167,13 +168,13 @@ class Collector:
         return read_policy(self.directory.policies, pushed[-1]).probe
 
     def _note_start(self, policy: PublishedPolicy, shown: Difference | None) -> None:
-        """Write down what a server showed that began with a policy."""
+        """Record the probe of a server before the first push; `shown` as of compare_the_start."""
         if shown is not None:
             self.directory.note(PART, "compared", version=policy.version, **_numbers(shown))
         elif self.config.sampler.engine != "embedded":
             print(
-                f"{self.config.sampler.url}: it did not begin with policy {policy.version}, as far "
-                "as its probe shows; so the limits of the first push are wide",
+                f"{self.config.sampler.url}: the server did not start with policy {policy.version} "
+                "(by its log-probs and routes), so the first push is checked against wide limits",
                 flush=True,
             )
 
@@ -190,7 +191,7 @@ class Collector:
         )
 
     def _floor(self) -> PushFloor:
-        """What pushes showed before, also before this part was killed."""
+        """The floor from all pushes of this run, also those before the collector was restarted."""
         floor = PushFloor()
         for event in self.directory.read_events(PART):
             if event.get("event") == "compared" or (
@@ -230,7 +231,7 @@ class Collector:
         )
         total = config.rollouts_per_collection
         if config.sampler.engine == "embedded":
-            # one request for all of it, which may take long, and is not sent twice
+            # one request for the whole collection, which may take long and must not be sent twice
             client = Client(config.sampler.url, 1, config.run.wait, 0, _RETRY_PAUSE_S)
             engine: Server = BatchServer(client, self.shape, self.sampling, total)
             concurrency = total
@@ -241,12 +242,12 @@ class Collector:
         self._note_collected(number, seconds=time.monotonic() - started)
 
     def _note_collected(self, number: int, **fields: float) -> None:
-        """Write down what the store has of a collection."""
+        """Write the event `collected`, with numbers from the store."""
         found = measured(self.config, number, self._ends)
         self.directory.note(PART, "collected", collection=number, **found, **fields)
 
     def _examiner(self, policy: PublishedPolicy) -> Any:
-        """What looks at a shard before it is stored; None if nothing shall."""
+        """The truth test of each shard before it is stored; None with [sampler] examine = 0."""
         number = self.config.sampler.examine
         if not number:
             return None
@@ -260,18 +261,18 @@ class Collector:
         )
 
     def _model(self, policy: PublishedPolicy) -> Model:
-        # all policies of a run have one name, that of the model with which it began
+        # all policies of a run are stored under one name: that of [policy] model
         return replace(read_model(policy.path), name=self.name)
 
 
 def _refuse_other(served: str, identity: Identity) -> None:
-    """Refuse to sample with a server that does not say that it has the policy that was pushed.
+    """Refuse to sample with a server that no longer reports the policy that was pushed.
 
     Args:
-        served: what it said when the push was verified.
+        served: the policy that the server reported when the push was verified.
 
     Raises:
-        EngineChanged: it was started anew since.
+        EngineChanged: the server reports another policy: it was started anew.
     """
     if served not in (identity.policy, identity.model):
         raise EngineChanged(
@@ -281,7 +282,7 @@ def _refuse_other(served: str, identity: Identity) -> None:
 
 
 def _numbers(shown: Difference) -> dict[str, Any]:
-    """What an event has of a difference."""
+    """The fields that an event takes from a difference."""
     return {
         "abs_dlogp": shown.abs_dlogp,
         "route_agreement": list(shown.agreement),

@@ -1,7 +1,7 @@
 """The config of a run: one TOML file that every part reads.
 
-docs/online.md has an example with each field. What is not there has the default of its field here;
-what is there and is not a field is an error.
+docs/online.md has an example. A field that the file leaves out has its default from
+config_tables.py; a name in the file that is no field is an error.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-# the file by whose patch Megatron trains on rollouts
+# the file whose patch makes Megatron train on rollouts: it tells a patched tree
 _PATCHED = "megatron/training/training.py"
 
 
@@ -52,7 +52,7 @@ class Config(Table):
 
     @property
     def directory(self) -> RunDirectory:
-        """Where the parts meet."""
+        """The run's directory, which sampler, collector and trainer share."""
         return RunDirectory(self.path(self.run.directory))
 
     @property
@@ -63,8 +63,8 @@ class Config(Table):
     def path(self, name: str) -> Path:
         """A path of the config, absolute.
 
-        `$NAME` and `${NAME}` stand for variables of the environment, and ~ for the home folder, so
-        that one file serves hosts whose folders have other names: "$SHARED/prompts.jsonl".
+        `$NAME` and `${NAME}` stand for environment variables, and ~ for the home folder, so that
+        one config works on hosts with different folders: "$SHARED/prompts.jsonl".
 
         Raises:
             ConfigError: a variable is not set.
@@ -75,7 +75,7 @@ class Config(Table):
             if variable not in os.environ:
                 raise ConfigError(
                     f"{self.file}: {quoted(name)}: the variable {variable} is not set: export it, "
-                    "or write the path"
+                    "or write the path without it"
                 )
             return os.environ[variable]
 
@@ -88,7 +88,7 @@ class Config(Table):
 
 
 def parse_config(file: Path) -> Config:
-    """Read a config, without a look at the files that it names.
+    """Read a config, without checking the files that it names.
 
     Raises:
         ConfigError: naming the field, and what was expected.
@@ -99,8 +99,8 @@ def parse_config(file: Path) -> Config:
         raise ConfigError(f"{file}: not readable ({error.strerror})") from error
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{file}: not TOML ({one_line(str(error), 200)})") from error
-    if "file" in tables:  # which is a field of Config, and no table
-        raise ConfigError(f"{file}: [file] is no table of a run")
+    if "file" in tables:  # `file` is a field of Config, and not a table of the file
+        raise ConfigError(f"{file}: [file]: no such table")
     try:
         return Config(file=file.resolve(), **tables)
     except ValidationError as error:
@@ -111,7 +111,7 @@ def read_config(file: Path, host: str | None = None) -> Config:
     """Read a config and check what can be checked without starting anything.
 
     Args:
-        host: in the place of [sampler] host; None takes the config's.
+        host: replaces [sampler] host; None keeps the config's.
 
     Raises:
         ConfigError: naming the field, what was expected, and what to do.
@@ -124,7 +124,7 @@ def read_config(file: Path, host: str | None = None) -> Config:
     return config
 
 
-# what pydantic calls a wrong type, and what was expected
+# pydantic's names of type errors, and the type that was expected, in words
 _EXPECTED = {
     "string_type": "a text",
     "int_type": "a whole number",
@@ -137,9 +137,9 @@ _EXPECTED = {
 
 
 def _said(invalid: ValidationError) -> str:
-    """What is wrong with a config, as this project says it.
+    """What is wrong with a config, in words.
 
-    A name that is no field is said first: a field that is missing may be the one that was meant.
+    An unknown name is reported first: it may be a misspelt field, which is then missing too.
     """
     errors: list[Any] = [*invalid.errors()]
     error = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])
@@ -149,7 +149,7 @@ def _said(invalid: ValidationError) -> str:
     if kind == "extra_forbidden":
         known = Config.model_fields
         if not fields:
-            return f"{where} is no table of a run; they are {', '.join([*known][1:])}"
+            return f"{where}: no such table; there are {', '.join([*known][1:])}"
         of_table: Any = known[table].annotation
         return f"{where}: no such field; there are {', '.join(of_table.model_fields)}"
     if kind == "missing":
@@ -167,7 +167,7 @@ def _said(invalid: ValidationError) -> str:
 
 
 def _check(config: Config) -> None:
-    """Refuse what does not go together, and folders that are not there."""
+    """Refuse missing folders, and fields that exclude each other."""
     for name, folder, inside in (
         ("[trainer] megatron", config.trainer.megatron, "megatron/core"),
         ("[trainer] megatron", config.trainer.megatron, _PATCHED),
@@ -187,13 +187,13 @@ def _check(config: Config) -> None:
 
 
 def _refused(config: Config) -> list[tuple[bool, str]]:
-    """What is refused of fields that do not go together, and what is said then."""
+    """For each rule between fields: whether the config breaks the rule, and the error's text."""
     sampler, samples = config.sampler, config.prompts.samples
     embedded = sampler.engine == "embedded"
-    # A trainer that goes on from a checkpoint trains again on what older policies sampled, and asks
-    # their files whether it has published them. Example: lag 4, checkpoints after 20 and 40
-    # collections, killed when policy 40 was published: it goes on with collection 20, which policy
-    # 16 sampled, so 25 policies are needed.
+    # A trainer that resumes from a checkpoint trains again on rollouts of older policies, and
+    # compares the policies that it publishes again with their files. Example: lag 4, checkpoints
+    # after 20 and 40 collections, killed when policy 40 was published. The trainer resumes with
+    # collection 20, which policy 16 sampled: policies 16 to 40 are needed, which are 25.
     fewest = config.run.lag + 1 + config.trainer.checkpoint_every
     return [
         (
@@ -203,35 +203,36 @@ def _refused(config: Config) -> list[tuple[bool, str]]:
         ),
         (
             0 < sampler.shard_size < samples,
-            f"[sampler] shard_size {sampler.shard_size}: the {samples} samples of a prompt lie in "
-            "one shard; give that many or more",
+            f"[sampler] shard_size {sampler.shard_size}: the {samples} samples of a prompt must "
+            f"lie in one shard; give {samples} or more",
         ),
         (
             bool(sampler.push) and (embedded or not sampler.in_place),
-            "[sampler] push hands weights to a running sglang or vllm: leave it out with the "
+            "[sampler] push hands weights to a running sglang or vllm: leave push out with the "
             "embedded sampler, and with in_place = false",
         ),
         (
             config.degrade != Degrading() and not embedded,
-            "[degrade] is of the embedded sampler alone",
+            '[degrade] works with engine = "embedded" only: leave the table out',
         ),
         (
             0 < config.policy.keep < fewest,
             f"[policy] keep {config.policy.keep}: with lag {config.run.lag} and a checkpoint after "
-            f"every {config.trainer.checkpoint_every} collections the sampler and a trainer that "
-            f"goes on need older ones; give {fewest} or more, or 0 for all",
+            f"every {config.trainer.checkpoint_every} collections the sampler and a resumed "
+            f"trainer need older policies; give {fewest} or more, or 0 for all",
         ),
     ]
 
 
 def _refused_command(sampler: SamplerTable) -> list[tuple[bool, str]]:
-    """What is refused of the command that starts a server, and what is said then."""
+    """The same for the rules of the command that starts a server."""
     command, in_place = sampler.command, sampler.in_place
     names_version = any("{version}" in word for word in command)
     return [
         (
             sampler.engine == "embedded" and bool(command),
-            "[sampler] command: the embedded sampler has no command of yours",
+            "[sampler] command: the embedded sampler needs none: leave it out, or give engine = "
+            '"sglang" or "vllm"',
         ),
         (
             not in_place and not command,
@@ -240,12 +241,12 @@ def _refused_command(sampler: SamplerTable) -> list[tuple[bool, str]]:
         ),
         (
             in_place and names_version,
-            "[sampler] command: with in_place = true it must not name {version}: a server that was "
-            "started again could not be told from the one that was given a policy",
+            "[sampler] command: with in_place = true it must not name {version}: a restarted "
+            "server would report that version, as if the policy had been loaded into it",
         ),
         (
             not in_place and not names_version,
-            "[sampler] command: with in_place = false it must name {version}, by which the server "
-            "says which policy it has (--served-model-name of vLLM, --weight-version of SGLang)",
+            "[sampler] command: with in_place = false it must name {version}, so that the server "
+            "reports its policy (--served-model-name of vLLM, --weight-version of SGLang)",
         ),
     ]

@@ -1,6 +1,6 @@
 """The tables of a run's config (config.py): their fields, types, bounds and defaults.
 
-docs/online.md has an example with each field.
+docs/online.md has an example.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ try:
     from pydantic import BaseModel, ConfigDict, Field
     from pydantic import ValidationError as ValidationError  # for config.py
 except ModuleNotFoundError as missing:
-    raise ValueError("a run's config takes pydantic: pip install 'megatron-r3[loop]'") from missing
+    raise ValueError("a run's config needs pydantic: pip install 'megatron-r3[loop]'") from missing
 
 NotNegative = Annotated[int, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
@@ -19,21 +19,21 @@ Above0 = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Table(BaseModel):
-    """A table of the config; what is not a field of it, or has another type, is refused."""
+    """A table of the config; an unknown field, or a value of another type, is refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class RunTable(Table):
-    """What the run is.
+    """The run: its directory, its length, and how its parts (sampler, collector, trainer) wait.
 
     Attributes:
-        directory: where its parts meet.
+        directory: all parts read and write here.
         collections: how many collections are sampled and trained on.
-        lag: collection c is sampled by policy c - lag, or by policy 0.
-        seed: the seed of every sample is made from it.
-        wait: seconds that a part waits for another one.
-        restarts: how often `rl run` starts a part that died again.
+        lag: policy c - lag samples collection c; policy 0 samples the first ones.
+        seed: the seeds of all samples derive from this one.
+        wait: seconds that a part waits for another part.
+        restarts: how often `rl run` restarts a part that died.
     """
 
     directory: str
@@ -48,8 +48,9 @@ class PolicyTable(Table):
     """The policy with which the run begins.
 
     Attributes:
-        model: its transformers directory. Published policies get its config and tokenizer files.
-        checkpoint: its Megatron checkpoint.
+        model: the policy as a transformers directory, whose config and tokenizer files are copied
+            into each published policy.
+        checkpoint: the same policy as a Megatron checkpoint.
         keep: how many published policies stay on disk; 0 keeps all.
     """
 
@@ -63,19 +64,18 @@ class SamplerTable(Table):
 
     Attributes:
         engine: embedded, sglang or vllm.
-        host, port: where it listens.
-        command: how sglang or vllm is started, word by word; {model}, {host}, {port} and {version}
-            are filled in. Empty: somebody else starts the server, which then takes new weights in
-            place.
-        environment: variables of that command.
-        in_place: whether new weights are loaded into the running server; else it is started anew.
-        push: a command of yours that hands new weights to the running server, in the place of the
+        host, port: where the engine listens.
+        command: starts sglang or vllm, word by word; {model}, {host}, {port} and {version} are
+            filled in. Empty: the user starts the server, which must then take new weights in place.
+        environment: environment variables of `command`.
+        in_place: True loads new weights into the running server, False starts a new server.
+        push: a command of the user that hands new weights to the running server, instead of the
             server's own loading from a directory; {model}, {version} and {url} are filled in.
-        examine: rollouts of each shard that the truth test looks at before the shard is stored; 0
-            looks at none.
-        max_tokens, temperature, top_p, top_k: as of `rollouts collect`.
+        examine: how many rollouts of each shard the truth test examines before the shard is
+            stored; 0 examines none.
+        max_tokens, temperature, top_p, top_k: as the options of `rollouts collect`.
         shard_size: rollouts of a shard. 0 stores a collection as one shard, whole or not at all.
-        concurrency: requests under way at a time.
+        concurrency: how many requests run at a time.
         timeout: seconds for one request.
     """
 
@@ -97,19 +97,19 @@ class SamplerTable(Table):
 
     @property
     def url(self) -> str:
-        """Its address."""
+        """The server's address."""
         return f"http://{self.host}:{self.port}"
 
 
 class PromptsTable(Table):
-    """What a collection asks.
+    """The prompts of a collection, and how their samples are rewarded.
 
     Attributes:
-        file: the prompts, JSON lines as of `rollouts collect`. Collection c has the next
-            `per_collection` of them; after the last one the first one comes again.
+        file: the prompts, JSON lines as `rollouts collect` reads them. Each collection takes the
+            next `per_collection` prompts; after the last prompt the first one follows.
         per_collection: prompts of a collection.
-        samples: of each prompt.
-        reward: module:function; the module is looked for in the folder of the config first.
+        samples: samples of each prompt.
+        reward: module:function; Python looks for the module in the config's folder first.
     """
 
     file: str
@@ -122,17 +122,17 @@ class TrainerTable(Table):
     """How the trainer is started.
 
     Attributes:
-        megatron: a patched tree.
-        script: which calls pretrain(); {megatron} is filled in.
-        processes: of torchrun on this host.
+        megatron: a patched Megatron-LM tree.
+        script: the training script, which calls pretrain(); {megatron} is filled in.
+        processes: how many torchrun starts on this host.
         launch: the command that runs the script in all processes, word by word. The default is
             torchrun on one host.
         arguments: Megatron's arguments: model, layout, batch sizes, learning rate, loss. Each text
-            is split into words as a shell does it. `rl trainer` adds those of the loop.
+            is split into words as a shell does it. `rl trainer` adds the loop's own arguments.
         steps: optimizer steps on a collection: mini-steps times epochs.
-        checkpoint_every: collections from one checkpoint to the next; the last one is followed by a
-            checkpoint in any case. A trainer that was killed repeats what came after the last one.
-        environment: variables.
+        checkpoint_every: collections from one checkpoint to the next. After the last collection a
+            checkpoint is always saved. A killed trainer repeats the steps since the last one.
+        environment: environment variables of the trainer.
     """
 
     megatron: str
@@ -146,7 +146,7 @@ class TrainerTable(Table):
 
 
 class Degrading(Table):
-    """What the embedded sampler computes worse on purpose (degrade.py), for experiments.
+    """How the embedded sampler is made less exact on purpose (degrade.py), for experiments.
 
     Attributes:
         router_noise: the standard deviation of the gaussian noise on every router logit.

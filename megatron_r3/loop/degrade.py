@@ -1,7 +1,7 @@
-"""Makes a sampler's numbers worse on purpose, to measure what a mismatch with the trainer does.
+"""Makes a sampler less exact on purpose, to measure what a mismatch with the trainer does.
 
-Nothing of this is meant for a run that shall learn well. Each way is an option that a config must
-name, and that the sampler prints.
+A run that should learn well leaves all of this off. Each option is off unless the config's table
+[degrade] names it, and the sampler prints all of them.
 
 Shape suffixes (docs/glossary.md): E, H.
 """
@@ -21,14 +21,14 @@ _LARGEST = torch.finfo(_FP8).max
 
 
 class Degraded:
-    """A model whose numbers are worse from now on.
+    """A model that is less exact from now on.
 
     Args:
-        model: of transformers; changed in place.
-        how: what is made worse.
+        model: a transformers model, which is changed in place.
+        how: what is made less exact.
 
     Attributes:
-        is_quiet: whether routers have no noise for the moment.
+        is_quiet: whether the router noise is off for the moment.
     """
 
     def __init__(self, model: nn.Module, how: Degrading) -> None:
@@ -41,7 +41,7 @@ class Degraded:
                 router.register_forward_pre_hook(self._noise(router))
 
     def begin(self, seed: int | None) -> None:
-        """Begin a batch: its noise comes from this seed, so that the batch can be repeated."""
+        """Begin a batch: seed its noise, so that the batch can be repeated."""
         if seed is None:
             self._generator.seed()
         else:
@@ -51,8 +51,8 @@ class Degraded:
         """A hook that moves the input of a router so that its logits get gaussian noise.
 
         The logits are x W^T, with W `[E, H]`. For noise n the input is moved by d = n (W W^T)^-1 W,
-        because then d W^T = n. So the noise is the same for every kind of router, and whatever the
-        router does with its logits afterwards. Example with one expert, W = [2, 0] and n = 1:
+        because then d W^T = n. A hook on the input works for every kind of router, whatever the
+        router does with its logits. Example with one expert, W = [2, 0] and n = 1:
         d = 1 / 4 * [2, 0] = [0.5, 0], and d W^T = 1.
         """
         weight_EH = router.weight.detach().double()
@@ -71,7 +71,7 @@ class Degraded:
 
 
 def _round_weights(model: nn.Module) -> None:
-    """Round the matrices of linear layers and experts, and from now on what goes into them."""
+    """Round the matrices of linear layers and experts, and have hooks round their inputs."""
     routers = {id(router) for router in routers_of(model).values()}
     head = model.get_output_embeddings()  # type: ignore[operator]
     for module in model.modules():
@@ -93,6 +93,6 @@ def _round_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def fp8(values: Tensor) -> Tensor:
-    """Values rounded to float8 e4m3 with a scale for each row: the largest becomes 448."""
+    """Values rounded to float8 e4m3; each row is scaled so that its largest value becomes 448."""
     scale = values.detach().abs().amax(-1, keepdim=True).clamp_min(1e-12).float() / _LARGEST
     return ((values.float() / scale).to(_FP8).float() * scale).to(values.dtype)

@@ -1,8 +1,7 @@
 """The embedded sampler: transformers behind the few requests of SGLang's server that a loop needs.
 
-It is a process of its own, which takes new weights from a directory. It runs wherever transformers
-runs, and it repeats itself: the same request under the same weights has the same answer, bit for
-bit, on the same machine. Its pages:
+The sampler loads new weights from a directory, and runs wherever transformers runs. On one machine
+the same request under the same weights gets the same answer, bit for bit. The pages of its server:
 
     GET  /health, /server_info, /model_info
     POST /generate                     {"input_ids": [ids] or [[ids], ...], "sampling_params": ...}
@@ -43,7 +42,7 @@ class EmbeddedSampler:
     """Answers requests with a transformers model, one request after the other.
 
     Args:
-        degrading: how the sampler's numbers are made worse, for experiments.
+        degrading: how the sampler is made less exact on purpose, for experiments.
     """
 
     def __init__(self, degrading: Degrading | None = None) -> None:
@@ -55,7 +54,7 @@ class EmbeddedSampler:
         self._one = threading.Lock()
 
     def info(self) -> dict[str, Any]:
-        """What /server_info and /model_info answer."""
+        """The answer of /server_info and of /model_info."""
         import transformers
 
         return {
@@ -66,13 +65,13 @@ class EmbeddedSampler:
         }
 
     def load(self, directory: Path, version: str) -> None:
-        """Take the weights of a directory in the place of those in memory.
+        """Replace the model in memory by the one of a directory.
 
         Raises:
-            EngineError: transformers cannot load them; then the sampler has no model.
+            EngineError: transformers cannot load the directory; the sampler then has no model.
         """
         with self._one:
-            # before the new one is loaded, so that both are never in memory at once
+            # drop the old model first, so that old and new are never in memory together
             self._engine, self.path, self.version = None, "", ""
             self._shape = ModelShape.from_hf_config(directory)
             engine = Transformers(directory, self._shape, Sampling(1))
@@ -82,14 +81,14 @@ class EmbeddedSampler:
     def generate(self, body: Mapping[str, Any]) -> list[dict[str, Any]] | dict[str, Any]:
         """The responses to the prompts of a request, in the order of the prompts.
 
-        Prompts of one length run together as one batch, whatever else is asked for.
+        All prompts of the same length run as one batch.
 
         Raises:
             EngineError: the request cannot be answered.
         """
         with self._one:
             if self._engine is None or self._shape is None or self._degraded is None:
-                raise EngineError("no policy is loaded: POST /update_weights_from_disk first")
+                raise EngineError("no model is loaded: POST /update_weights_from_disk first")
             prompts, is_batch = _prompts(body, self._shape.vocab_size)
             params = _params(body, len(prompts))
             refuse_other_fields(body, "the request")
@@ -99,7 +98,7 @@ class EmbeddedSampler:
             ]
             self._engine.sampling = sampling = _sampling(params)
             wants_prompt = body.get("logprob_start_len") == 0
-            # Such requests are those of a probe, which is compared: noise would be in the way.
+            # These are requests of a probe, which must show the weights without noise.
             self._degraded.is_quiet = wants_prompt or sampling.temperature == 0
             by_length: defaultdict[int, list[int]] = defaultdict(list)
             for index, ids in enumerate(prompts):
@@ -146,7 +145,7 @@ class EmbeddedSampler:
 
     @torch.inference_mode()
     def _of_prompt(self, ids: list[int]) -> list[list[Any]]:
-        """The log-prob of each prompt token after those before it; the first one has none."""
+        """The log-prob of each prompt token given the tokens before it; None for the first."""
         assert self._engine is not None
         tokens = torch.tensor([ids], device=self._engine.device)
         logits = self._engine.model(input_ids=tokens, use_cache=False).logits[0].float()
@@ -155,7 +154,7 @@ class EmbeddedSampler:
 
 
 def _all_layers(ids_LTK: np.ndarray, shape: ModelShape) -> str:
-    """The rows of all hidden layers as SGLang sends them: int32 `[T, hidden layers, K]`, base64."""
+    """Routes as SGLang sends them: int32 `[T, hidden layers, K]` in base64, 0 in dense layers."""
     rows = np.zeros((ids_LTK.shape[1], shape.num_hidden_layers, ids_LTK.shape[2]), "<i4")
     rows[:, list(shape.moe_layers)] = ids_LTK.transpose(1, 0, 2)
     return base64.b64encode(rows.tobytes()).decode()
@@ -169,7 +168,7 @@ def _prompts(body: Mapping[str, Any], vocab_size: int | None) -> tuple[list[list
     prompts = given if is_batch else [given]
     for number, ids in enumerate(prompts):
         if not isinstance(ids, list) or not ids or any(type(token) is not int for token in ids):
-            raise EngineError(f"prompt {number} of input_ids is no list of token ids")
+            raise EngineError(f"prompt {number} of input_ids: expected a list of token ids")
         if wrong := wrong_token(np.asarray(ids, np.int64), vocab_size):
             raise EngineError(f"prompt {number} of input_ids: token {wrong[0]} {wrong[1]}")
     return prompts, is_batch
@@ -179,12 +178,14 @@ def _params(body: Mapping[str, Any], count: int) -> list[Mapping[str, Any]]:
     given = body.get("sampling_params") or {}
     params = given if isinstance(given, list) else [given] * count
     if len(params) != count or not all(isinstance(one, Mapping) for one in params):
-        raise EngineError(f"sampling_params: {len(params)} of them for {count} prompts")
+        raise EngineError(
+            f"sampling_params: expected one object, or a list of {count} objects, one a prompt"
+        )
     return params
 
 
 _DEFAULTS = {"max_new_tokens": 128, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "n": 1}
-# parameters that must have these values, or be left out
+# parameters that, if given, must have these values
 _FIXED = {"min_p": 0.0, "n": 1}
 
 
@@ -194,7 +195,9 @@ def _sampling(params: list[Mapping[str, Any]]) -> Sampling:
     for one in params:
         unknown = one.keys() - _DEFAULTS.keys() - _FIXED.keys() - PLAIN.keys() - {"sampling_seed"}
         if unknown:
-            raise EngineError(f"sampling_params: {sorted(unknown)[0]!r} is not taken here")
+            raise EngineError(
+                f"sampling_params: {sorted(unknown)[0]!r} is not supported by the embedded sampler"
+            )
         for name, value in {**_DEFAULTS, **one}.items():
             if name in _FIXED and value != _FIXED[name]:
                 raise EngineError(f"sampling_params: {name} must be {_FIXED[name]}")
@@ -218,8 +221,8 @@ def _sampling(params: list[Mapping[str, Any]]) -> Sampling:
 class _Handler(BaseHTTPRequestHandler):
     sampler: EmbeddedSampler
     protocol_version = "HTTP/1.1"
-    # An answer is written in two pieces. With Nagle's algorithm the second one waits until the
-    # client has acknowledged the first, which takes it 40 ms.
+    # An answer is written in two pieces, header and body. With Nagle's algorithm the body would
+    # wait for the client's acknowledgement of the header, which takes 40 ms.
     disable_nagle_algorithm = True
 
     def do_GET(self) -> None:
@@ -241,7 +244,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(200, self._post(body))
         except (ValueError, OSError) as error:
             self._answer(400, {"error": {"message": one_line(str(error), 500)}})
-        except Exception as error:  # of the model: too little memory, a shape that does not fit
+        except Exception as error:  # from the model: out of memory, a shape that does not fit
             reason = one_line(f"{type(error).__name__}: {error}", 500)
             self._answer(400, {"error": {"message": reason}})
 
@@ -262,11 +265,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing of single requests."""
+        """Print no line for each request."""
 
 
 def server(sampler: EmbeddedSampler, host: str, port: int) -> ThreadingHTTPServer:
-    """A server of the sampler, which `serve_forever` runs; port 0 takes any free one."""
+    """An HTTP server of the sampler, to be run by its `serve_forever`; port 0 takes a free port."""
     handler = type("Handler", (_Handler,), {"sampler": sampler})
     made = ThreadingHTTPServer((host, port), handler)
     made.daemon_threads = True

@@ -1,8 +1,8 @@
-"""The truth test of a shard before it is stored: rows that are not true never reach the trainer.
+"""The truth test (docs/truth.md) of a shard before it is stored: wrong rows reach no trainer.
 
-It is docs/truth.md's, on some rollouts of each shard, with the policy that sampled them. A push
-that is verified has shown that the sampler computes the policy; the truth test shows that the rows
-which it returns are those of its tokens.
+Some rollouts of each shard are compared with transformers under the policy that sampled them. A
+verified push shows that the sampler computes the policy; the truth test shows that each row of
+routes which the sampler returns belongs to its token.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_r3.loop.published import PublishedPolicy
 
 
 class RowsError(ValueError):
-    """Rows that are not true; the message names the likely cause."""
+    """Rows of routes that are not those of their tokens; the message names the likely cause."""
 
 
 def examiner(
@@ -33,12 +33,12 @@ def examiner(
     """A check of the rollouts of a shard (`Plan.check`).
 
     Args:
-        policy: which sampled them.
-        before: the directory of the policy before, if it is still there: it tells rows of older
-            weights from other faults.
-        number: how many rollouts are looked at.
-        rollouts: the store; the floor of the first shard lies beside it.
-        note: writes an event; called with its name and fields.
+        policy: the policy that sampled the shard.
+        before: the directory of the policy before, or None; with it, rows of older weights can be
+            told from other faults.
+        number: how many rollouts of a shard are examined.
+        rollouts: the store; the floor, which the first shard sets, lies beside it.
+        note: writes an event; called with the event's name and fields.
     """
 
     def check(shard: Sequence[Rollout], info: StoreInfo) -> None:
@@ -48,7 +48,7 @@ def examiner(
         }
         try:
             agreement = compare_rollouts(named, info, policy.path, before, "the shard")
-        except EngineError as error:  # not the sampler's: to sample again is of no use
+        except EngineError as error:  # from transformers here: sampling again would not help
             raise RowsError(f"the truth test of policy {policy.version}: {error}") from error
         path = floor_path(rollouts, agreement.model, str(info.engine), agreement.dtype)
         floor = read_floor(path)
@@ -67,8 +67,8 @@ def examiner(
         if report.alarms:
             raise RowsError(
                 f"the truth test of {numbers['rollouts']} rollouts of policy {policy.version}: "
-                f"{'; '.join(map(str, report.alarms))}. {len(shard)} rollouts are not stored "
-                "(docs/truth.md)"
+                f"{'; '.join(map(str, report.alarms))}. The shard's {len(shard)} rollouts are not "
+                "stored (docs/truth.md)"
             )
         if floor is None:
             keep_floor(path, info, agreement, report)

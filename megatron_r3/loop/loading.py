@@ -1,8 +1,9 @@
-"""How a server is told to take new weights, and how it says which ones it has.
+"""How a server is told to load new weights, and how it reports which policy it has.
 
-SGLang and the embedded sampler load a directory by one request. vLLM does it by three requests of
-its development mode. A command of the user's may do it too, over NCCL for example. Else whoever
-runs the servers starts a new one for each policy. None of these is believed (push.py).
+SGLang and the embedded sampler load a directory by one request, vLLM by three requests of its
+development mode. A command of the user may hand over the weights instead, for example over NCCL.
+With in_place = false a new server is started for each policy. Whatever the server reports, push.py
+verifies the weights.
 """
 
 from __future__ import annotations
@@ -25,26 +26,26 @@ MOST_BYTES = 1 << 28
 POLL_S = 0.2
 _DEV_MODE = (
     "vLLM takes new weights in place only with VLLM_SERVER_DEV_MODE=1 in its environment; or give "
-    "[sampler] in_place = false and a command, which starts it anew for each policy"
+    "[sampler] in_place = false and a command that starts a new vLLM for each policy"
 )
 
 
 class LoadError(EngineError):
-    """A server did not take weights, for a reason that a second try does not change.
+    """A server did not load weights, and a second try would not help.
 
-    push.PushError is the kind for a server that took them, and does not sample with them.
+    push.PushError, a subclass, is for a server that took new weights but does not sample with them.
     """
 
 
 class Loader:
-    """Has one server take policies.
+    """Loads policies into one server.
 
     Args:
         engine: embedded, sglang or vllm.
         client: sends the requests.
-        in_place: whether the running server loads new weights; else a new server is waited for.
-        command: [sampler] push; empty for the server's own requests.
-        wait_s: how long a server is waited for.
+        in_place: True has the running server load new weights, False waits for a new server.
+        command: [sampler] push; empty to load by the server's own requests.
+        wait_s: how long to wait for a server.
     """
 
     def __init__(
@@ -55,27 +56,27 @@ class Loader:
 
     @property
     def how(self) -> str:
-        """In a word, for the events of a run."""
+        """How policies get into the server, in a word, for the events of a run."""
         if not self.in_place:
             return "restarted"
         return "command" if self._command else "loaded"
 
     async def served(self) -> str:
-        """The name of the policy that the server says it has.
+        """The name of the policy that the server reports.
 
         Raises:
-            NoAnswer: it does not answer.
-            LoadError: it has no such page, or something else is on it.
+            NoAnswer: the server does not answer.
+            LoadError: the server lacks the page that reports it, or the page has another content.
         """
         if self.engine != "vllm":
-            # not /server_info, whose version SGLang 0.5.23 keeps from its start
+            # not /server_info: there SGLang 0.5.23 reports the version of its start for ever
             return await self._read("/model_info", lambda page: page["weight_version"])
         if not self.in_place:
             return await self.model_name()
         return await self._read("/weight_info", lambda page: page["weight_version"])
 
     async def model_name(self) -> str:
-        """Under which name requests ask for the model; vLLM alone wants one."""
+        """The model's name for requests to vLLM; empty for the other engines, which need none."""
         if self.engine != "vllm":
             return ""
         return await self._read("/v1/models", lambda page: page["data"][0]["id"])
@@ -85,7 +86,7 @@ class Loader:
 
         Raises:
             NoAnswer: there is no answer yet.
-            LoadError: the server refuses the page, or it is another service's.
+            LoadError: the server refuses the page, or the page is that of another service.
         """
         try:
             return str(value(await self._client.get(path)))
@@ -96,14 +97,15 @@ class Loader:
             raise LoadError(f"{error}: is it a {self.engine} server?{hint}") from error
         except (LookupError, TypeError) as error:
             raise LoadError(
-                f"{self._client.url}{path}: not what {self.engine} answers: no {error}"
+                f"{self._client.url}{path}: not what {self.engine} answers ({error!r}): is another "
+                "service at this address?"
             ) from error
 
     async def wait_until_up(self) -> str:
-        """Wait for a server that is still starting; what it serves then.
+        """Wait for a server that is still starting; the policy that it then reports.
 
         Raises:
-            LoadError: it takes no weights.
+            LoadError: it is no server that can load weights.
             EngineError: it does not come up in time.
         """
         end = time.monotonic() + self.wait_s
@@ -118,12 +120,12 @@ class Loader:
             await asyncio.sleep(POLL_S)
 
     async def take(self, policy: PublishedPolicy) -> None:
-        """Have the server take a policy, or wait for a server that began with it.
+        """Load a policy into the server, or wait for a server that was started with the policy.
 
         Raises:
-            LoadError: it says that it did not, or the command failed.
+            LoadError: the server refused the policy, or the command failed.
             ValueError: there is no such command.
-            EngineError: it does not answer.
+            EngineError: the server does not answer.
         """
         if not self.in_place:
             await self._wait_for_restart(policy)
@@ -137,11 +139,11 @@ class Loader:
             await self._load(policy)
 
     async def _load(self, policy: PublishedPolicy) -> None:
-        """SGLang's request, which also empties the prefix cache.
+        """Send SGLang's request to load a directory, which also empties the prefix cache.
 
-        SGLang answers a request a moment before its scheduler lets go of the request. A load in
-        that moment answers 400 "Weights were updated, but the cache was not flushed": the load is
-        asked for again until the cache is empty, because what it loads is the same each time.
+        SGLang answers a sampling request a moment before its scheduler has finished the request. A
+        load in that moment answers 400 "Weights were updated, but the cache was not flushed". The
+        load is then sent again until the cache is empty; repeating it does no harm.
         """
         body = {
             "model_path": str(policy.path),
@@ -163,7 +165,7 @@ class Loader:
         await self._post("/reset_prefix_cache", {}, policy)
 
     async def _mark(self, policy: PublishedPolicy) -> None:
-        """Have the server say from now on that it has this policy. A restart loses the mark."""
+        """Have the server report this policy from now on. A restarted server does not."""
         body = {"new_version": policy.name}
         if self.engine == "sglang":
             await self._post(
@@ -176,7 +178,8 @@ class Loader:
         answer = await self._client.post(path, body, MOST_BYTES)
         if not isinstance(answer, Mapping) or answer.get("success") is not True:
             raise LoadError(
-                f"{self._client.url}{path}: it did not take {policy.path}: {quoted(answer, 300)}"
+                f"{self._client.url}{path}: the server did not load {policy.path}: it answered "
+                f"{quoted(answer, 300)}"
             )
 
     async def _run(self, policy: PublishedPolicy) -> None:
@@ -193,14 +196,14 @@ class Loader:
                 while (status := process.poll()) is None and time.monotonic() < end:
                     await asyncio.sleep(POLL_S)
             finally:
-                stop(process)  # with all that it has started: nothing of it may come late
+                stop(process)  # and all that it has started: nothing may change the server later
             said = one_line(log.read()[-500:].decode(errors="replace"), 500)
         if status != 0:
             how = f"no end within {self.wait_s:g} s" if status is None else f"exit status {status}"
             raise LoadError(f"[sampler] push: {' '.join(words)}: {how}: {said}")
 
     async def _wait_for_restart(self, policy: PublishedPolicy) -> None:
-        """Wait for the server of this policy, which whoever runs servers starts."""
+        """Wait until the server that `rl sampler` starts for this policy reports the policy."""
         end, seen = time.monotonic() + self.wait_s, ""
         while time.monotonic() < end:
             try:
@@ -213,6 +216,7 @@ class Loader:
                 pass  # no server yet
             await asyncio.sleep(POLL_S)
         raise LoadError(
-            f"{self._client.url}: no server of policy {policy.version} within {self.wait_s:g} s"
-            + (f"; there is one of {quoted(seen)}" if seen else "")
+            f"{self._client.url}: no server with policy {policy.version} came up within "
+            f"{self.wait_s:g} s: see the output of rl sampler"
+            + (f"; the server there reports {quoted(seen)}" if seen else "")
         )

@@ -1,10 +1,10 @@
 """The probe: fixed tokens on which a sampler and the trainer must agree after each push of weights.
 
-The trainer computes the log-probs and the routes of some token sequences when it publishes a
-policy. The collector asks the sampler for the same, once the sampler says that it has the policy.
-What differs is compared with what differed when the sampler had loaded a policy from nothing.
+When the trainer publishes a policy, it computes the log-probs and the routes of some token
+sequences. The collector asks the sampler for the same, once the sampler reports the policy. The
+difference must be about as small as in earlier pushes (push_floor.py).
 
-The tokens are random, so that they reach all experts, also those that the task seldom takes.
+The tokens are random, so that they also reach experts that the task seldom takes.
 
 Shape suffixes (docs/glossary.md): L, N, M, K.
 """
@@ -21,13 +21,13 @@ NUM_SEQUENCES, LENGTH = 8, 64
 
 
 def probe_tokens(vocab_size: int, most: int) -> np.ndarray:
-    """The tokens, int64 `[M, N]`: the same for a vocabulary everywhere.
+    """The probe's tokens, int64 `[M, N]`, which depend on `vocab_size` and `most` alone.
 
     Args:
         vocab_size: without padding.
-        most: tokens that a sequence may have at most.
+        most: how many tokens a sequence may have at most.
     """
-    # SGLang 0.5.23 takes the last id of a vocabulary for 0 where it gives a prompt's log-probs.
+    # Without the last id: in the log-probs of a prompt SGLang 0.5.23 replaces that id by 0.
     last = max(1, vocab_size - 1)
     shape = (NUM_SEQUENCES, min(LENGTH, most))
     return np.random.default_rng(vocab_size).integers(0, last, shape)
@@ -39,9 +39,9 @@ class Probe:
 
     Attributes:
         tokens_MN: int64.
-        logprobs_MN: float32, of each token after those before it; the first of a sequence is 0.
-        routes_LMNK: the experts that each MoE layer takes for each token; empty `[0, M, N, 0]`
-            where no router could be asked.
+        logprobs_MN: float32, of each token given the tokens before it; 0 for a first token.
+        routes_LMNK: the experts that each MoE layer takes for each token; empty if no router could
+            be asked.
     """
 
     tokens_MN: np.ndarray
@@ -49,7 +49,7 @@ class Probe:
     routes_LMNK: np.ndarray = field(default_factory=lambda: np.zeros((0, 0, 0, 0), np.uint16))
 
     def to_json(self) -> dict[str, Any]:
-        """What policy.json has of it."""
+        """The probe's fields in policy.json."""
         return {
             "tokens": self.tokens_MN.tolist(),
             "logprobs": self.logprobs_MN.tolist(),
@@ -64,7 +64,7 @@ class Probe:
         """The inverse of `to_json`.
 
         Raises:
-            ValueError, KeyError, TypeError: what a file holds that no trainer wrote.
+            ValueError, KeyError, TypeError: the fields are not those of a probe.
         """
         tokens_MN = np.array(fields["tokens"], np.int64)
         logprobs_MN = np.array(fields["logprobs"], np.float32)
@@ -84,17 +84,17 @@ class Difference:
     """How far a sampler's probe is from the trainer's.
 
     Attributes:
-        abs_dlogp: the mean of |log-prob difference| over all tokens but the first ones, and but
-            those that are left out.
-        abs_dlogp_all: the same with those that are left out.
-        agreement: for each MoE layer the share of tokens with the same set of experts; empty where
-            no routes are known.
-        cached_dlogp: the largest |log-prob difference| between the token that follows a sequence
-            and the same token asked for once more, when the engine may use keys and values that it
-            kept; 0 where the engine keeps none.
+        abs_dlogp: the mean of |log-prob difference| over the tokens, without the first token of
+            each sequence and without the tokens that `left_out` counts.
+        abs_dlogp_all: the same mean, with the tokens that `left_out` counts.
+        agreement: for each MoE layer the share of tokens with the same set of experts; empty if no
+            routes are known.
+        cached_dlogp: the largest |log-prob difference| of the token that follows a sequence,
+            between a request that computes all anew and one that may use the prefix cache; 0 if
+            the engine has no prefix cache.
         cached_disagreement: the share of routes that differ between these two requests.
-        left_out: the share of tokens that are left out of `abs_dlogp`: those that come after a
-            token with other experts. None where these are too many, so that none is left out.
+        left_out: the share of tokens that follow a token with other experts, and that `abs_dlogp`
+            leaves out. None if these are too many: then `abs_dlogp` leaves none out.
     """
 
     abs_dlogp: float
@@ -106,28 +106,28 @@ class Difference:
 
     @property
     def disagreement(self) -> float:
-        """The mean share of tokens whose experts differ; 0 where no routes are known."""
+        """The share of tokens whose experts differ, as a mean over layers; 0 without routes."""
         return 1 - float(np.mean(self.agreement)) if self.agreement else 0.0
 
 
-# At least this share of the tokens is compared. Where fewer come before the first token of their
-# sequence with other experts, all are compared.
+# At least this share of the tokens must come before the first token of their sequence with other
+# experts. If fewer do, all tokens are compared.
 ENOUGH = 0.125
 
 
 def difference(trainer: Probe, sampler: Probe) -> Difference:
     """Compare the sampler's probe with the trainer's.
 
-    Two experts of a router may have almost one score. Then the last digit decides between them, and
-    with the other expert all later tokens of the sequence have other log-probs, though all weights
-    are right. In float32 such a token is rare, and would be the whole difference. Example: rows 0
-    to 63, and row 40 has other experts: the log-probs of the tokens 41 to 63 are left out.
+    Two experts may have almost the same score, so that rounding decides between them. With the
+    other expert all later tokens of the sequence have other log-probs, though all weights are
+    right. In float32 this is rare, but one such token would dominate the mean, so the tokens after
+    it are left out. Example: token 40 of 0 to 63 has other experts: tokens 41 to 63 are left out.
 
     Raises:
         ValueError: the sampler answered for other tokens or layers.
     """
     if not np.array_equal(trainer.tokens_MN, sampler.tokens_MN):
-        raise ValueError("the sampler's probe is of other tokens than the trainer's")
+        raise ValueError("the sampler's probe has other tokens than the trainer's")
     apart_MN = abs_dlogp(trainer, sampler)
     mean = float(apart_MN.mean())
     if not trainer.routes_LMNK.size:
@@ -144,7 +144,7 @@ def same_experts(one: Probe, other: Probe) -> np.ndarray:
     """Where two probes of the same tokens have the same set of experts, bool `[L, M, N]`.
 
     Raises:
-        ValueError: they are of other layers.
+        ValueError: the probes have different layers.
     """
     if one.routes_LMNK.shape != other.routes_LMNK.shape:
         raise ValueError(
@@ -156,12 +156,12 @@ def same_experts(one: Probe, other: Probe) -> np.ndarray:
 
 
 def same_so_far(one: Probe, other: Probe) -> np.ndarray:
-    """Which tokens, but the first ones, come before any other expert of their sequence.
+    """Which log-probs do not depend on a token whose experts differ between the probes.
 
     Returns:
-        bool `[M, N - 1]`. Example: token 40 has other experts; tokens 1 to 40 are true, since the
-        log-prob of token 40 is computed from those before it. All are true where no routes are
-        known.
+        bool `[M, N - 1]`, without the first tokens. Example: token 40 has other experts; tokens 1
+        to 40 are true, since the log-prob of token 40 is computed from the tokens before it. All
+        are true if no routes are known.
     """
     if not (one.routes_LMNK.size and other.routes_LMNK.size):
         return np.ones_like(one.tokens_MN[:, 1:], bool)
@@ -171,6 +171,6 @@ def same_so_far(one: Probe, other: Probe) -> np.ndarray:
 
 
 def abs_dlogp(one: Probe, other: Probe) -> np.ndarray:
-    """|log-prob difference| of all tokens but the first ones, float64 `[M, N - 1]`."""
+    """|log-prob difference| of all tokens but each sequence's first, float64 `[M, N - 1]`."""
     apart_MN: np.ndarray = np.abs(one.logprobs_MN.astype(np.float64) - other.logprobs_MN)
     return apart_MN[:, 1:]

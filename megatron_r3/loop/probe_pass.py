@@ -1,6 +1,6 @@
-"""The trainer's probe: log-probs and live routes of fixed tokens, in whatever layout it trains.
+"""The trainer's probe: log-probs and live routes of fixed tokens, in the layout of the training.
 
-A published policy carries the probe, and a sampler that is given the policy must show the same
+A published policy carries the probe, and a sampler that gets the policy must compute the same
 (megatron_r3/loop/probe.py).
 
 Shape suffixes (docs/glossary.md): B, K, N, M, S, T.
@@ -34,7 +34,8 @@ class ProbePass:
     Args:
         options: of the training.
         vocab_size: of the sampler, without padding.
-        layers_of: the MoE layers of a model chunk whose routers can be asked, Megatron's numbers.
+        layers_of: given a model chunk, lets the routers of its MoE layers answer to a micro-batch,
+            and returns the layer numbers.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class ProbePass:
         self._routes: list[tuple[int, np.ndarray, Tensor]] = []  # layer number, rows, ids
 
     def run(self, models: list[Any]) -> Probe | None:
-        """The probe under the weights of now, on rank 0; None on the others. All ranks call it."""
+        """The probe under the current weights on rank 0, None on other ranks. All ranks call it."""
         self._logprobs, self._routes = [], []
         size, stages = self.options.micro_batch_size, 1
         if len(models) > 1:  # the interleaved schedule wants a multiple of the pipeline's stages
@@ -69,7 +70,7 @@ class ProbePass:
         return self._gather()
 
     def _batches(self, count: int) -> Iterator[dict[str, Tensor]]:
-        """Micro-batches of the sequences, each padded to S. What is left over is padding alone."""
+        """Micro-batches of the sequences, each padded to S; the last ones may be padding alone."""
         size, (num, length) = self.options.micro_batch_size, self.tokens_MN.shape
         for first in range(0, count * size, size):
             shape = (size, self.options.seq_length)
@@ -92,7 +93,7 @@ class ProbePass:
         rows_T = self._layout.router_order(host["rows"])
         microbatch = None
         if layers:
-            # every token chooses live, and the choice is written into the ids
+            # every token is routed live, and the chosen experts are written into these ids
             ids_TK = torch.zeros(len(rows_T), topk, dtype=torch.int16, device="cuda")
             all_T = torch.ones(len(rows_T), dtype=torch.bool, device="cuda")
             ids = dict.fromkeys(layers, ids_TK)
@@ -138,9 +139,9 @@ class ProbePass:
                 is_computed[rows[rows >= 0]] = True
             for layer, rows, chosen in routes:
                 ids[layers.index(layer), rows[rows >= 0]] = chosen[rows >= 0]
-        # position t predicts token t + 1, and nobody predicts the first token
+        # position t predicts token t + 1; no position predicts the first token
         logprobs_MN = np.zeros((num, length), np.float32)
         logprobs_MN[:, 1:] = values.reshape(num, length)[:, :-1]
-        # Values may be NaN: then weights are, and writing them names the first one on all ranks.
-        assert is_computed.all(), "no rank has computed some of the probe"
+        # NaN is allowed here: then weights are NaN too, and writing them reports the first of them.
+        assert is_computed.all(), "some log-probs of the probe were computed by no rank"
         return Probe(self.tokens_MN, logprobs_MN, ids.reshape(len(layers), num, length, -1))

@@ -1,4 +1,4 @@
-"""How a server is asked for the log-probs and the routes of tokens that are given, and its answer.
+"""The request for the log-probs and the routes of given tokens, and how its answer is read.
 
 Shape suffixes (docs/glossary.md): L, N, T, Y, K.
 """
@@ -21,10 +21,10 @@ class Asked:
     """What a sampler answered for one sequence of N tokens.
 
     Attributes:
-        logprobs_N: float32; the first is 0. All are 0 where the prompt's were not asked for.
+        logprobs_N: float32; the first is 0. All are 0 if the request did not ask for them.
         routes_LNK: the experts of each token.
         next_token: the likeliest token after the sequence.
-        next_logprob: its log-prob.
+        next_logprob: the log-prob of `next_token`.
     """
 
     logprobs_N: np.ndarray
@@ -36,12 +36,12 @@ class Asked:
 def probe_request(
     engine: str, model: str, ids: list[int], with_prompt: bool
 ) -> tuple[str, dict[str, Any]]:
-    """Path and body of a request for the routes of some tokens and the likeliest next one.
+    """Path and body of a request for the routes of some tokens and the likeliest next token.
 
     Args:
-        model: the name under which vLLM has the model.
-        with_prompt: whether the log-probs of the tokens are asked for too. Then an engine computes
-            all of them anew; else it may use keys and values that it kept.
+        model: the name under which vLLM serves the model.
+        with_prompt: whether to ask for the log-probs of the tokens too. Then an engine computes
+            all tokens anew; without, the engine may use its prefix cache.
     """
     if engine == "vllm":
         body: dict[str, Any] = {
@@ -67,10 +67,10 @@ def probe_request(
 def read_answer(
     answer: Any, body: Mapping[str, Any], engine: str, shape: ModelShape, where: str
 ) -> Asked:
-    """What a server answered to a `probe_request`.
+    """Read a server's answer to a `probe_request`.
 
     Raises:
-        EngineError: the answer lacks something, or has another number of tokens or layers.
+        EngineError: the answer lacks a field, or has another number of tokens or layers.
     """
     read = _vllm if engine == "vllm" else _sglang
     try:
@@ -78,13 +78,19 @@ def read_answer(
     except EngineError as error:
         raise EngineError(f"{where}: {error}") from error
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        raise EngineError(f"{where}: its answer lacks a part of the probe: {error!r}") from error
+        raise EngineError(
+            f"{where}: the answer lacks log-probs or routes, or has them in another form "
+            f"({error!r})"
+        ) from error
     if len(rows_TYK) < len(ids):
         raise EngineError(f"{where}: {len(rows_TYK)} rows of routes for {len(ids)} tokens")
     if rows_TYK.shape[1] == shape.num_hidden_layers:
         rows_TYK = rows_TYK[:, list(shape.moe_layers)]
     if rows_TYK.shape[1:] != (len(shape.moe_layers), shape.topk):
-        raise EngineError(f"{where}: routes of shape {rows_TYK.shape}")
+        raise EngineError(
+            f"{where}: routes of shape {rows_TYK.shape} (tokens, layers, top-k); the model has "
+            f"{len(shape.moe_layers)} MoE layers of {shape.num_hidden_layers}, top-{shape.topk}"
+        )
     logprobs_N = np.zeros(len(ids), np.float32)
     if values is not None:
         if len(values) != len(ids) - 1:

@@ -17,10 +17,11 @@ from typing import Any
 from megatron_r3.collect.signals import give_back, take_signals
 
 STOP_S = 10.0  # between SIGTERM and SIGKILL
-# Runs a command, and kills it with all that it has started when the process that started the guard
-# has ended, however it ended: its end of a pipe is closed then. torchrun gives each rank a session
-# of its own, so a process group is not enough. The guard is a subreaper (PR_SET_CHILD_SUBREAPER,
-# 36): a process whose parent has died becomes the guard's child, so all of them are below it.
+# The guard runs a command. When the process that started the guard ends, in whatever way, the
+# guard's stdin, a pipe, is closed: the guard then kills the command and all that it has started.
+# torchrun gives each rank a session of its own, so killing a process group is not enough. The guard
+# is a subreaper (PR_SET_CHILD_SUBREAPER, 36): a process whose parent has died becomes the guard's
+# child, so all processes of the command stay below the guard.
 _GUARD = """
 import ctypes, os, signal, subprocess, sys, threading
 ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
@@ -77,11 +78,11 @@ sys.exit(status if status >= 0 else 128 - status)
 def start(
     command: Sequence[str], env: Mapping[str, str], log: Path | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start a command that dies with this process, and with it all that it has started.
+    """Start a command which, with all processes that it starts, dies with this process.
 
     Args:
-        env: variables beside those of this process.
-        log: to which its output is appended; None for this process's own output.
+        env: environment variables in addition to those of this process.
+        log: the file to which the output is appended; None for this process's own output.
 
     Raises:
         OSError: the log cannot be written.
@@ -100,7 +101,7 @@ def start(
         return subprocess.Popen(
             [sys.executable, "-I", "-c", _GUARD, *command],
             env={**os.environ, **env},
-            stdin=subprocess.PIPE,  # closed when this process ends: then the guard kills
+            stdin=subprocess.PIPE,  # closed when this process ends: the guard's signal to kill
             stdout=output,
             stderr=output,
             start_new_session=True,
@@ -111,7 +112,7 @@ def start(
 
 
 def stop(process: subprocess.Popen[bytes], seconds: float = STOP_S) -> None:
-    """End a started command: SIGTERM, and SIGKILL for what is left after some seconds."""
+    """End a started command: SIGTERM, and after `seconds` SIGKILL for what is left."""
     assert process.stdin is not None
     try:
         with suppress(ProcessLookupError):
@@ -119,8 +120,8 @@ def stop(process: subprocess.Popen[bytes], seconds: float = STOP_S) -> None:
         end = time.monotonic() + seconds
         while process.poll() is None and time.monotonic() < end:
             time.sleep(0.05)
-    finally:  # also if waiting is interrupted
-        process.stdin.close()  # the guard kills
+    finally:  # also if the wait is interrupted
+        process.stdin.close()  # now the guard kills what is left
         with suppress(subprocess.TimeoutExpired):
             process.wait(STOP_S)
         if process.poll() is None:
@@ -129,7 +130,7 @@ def stop(process: subprocess.Popen[bytes], seconds: float = STOP_S) -> None:
 
 
 def filled_in(command: Sequence[str], values: Mapping[str, str]) -> list[str]:
-    """The words of a command with values in the place of their names in braces."""
+    """The words of a command, with each {name} replaced by its value."""
     words = []
     for word in command:
         for name, value in values.items():
@@ -142,8 +143,8 @@ def filled_in(command: Sequence[str], values: Mapping[str, str]) -> list[str]:
 def signals_raise() -> Iterator[None]:
     """Have SIGTERM and SIGHUP raise KeyboardInterrupt inside the block, as ctrl-C does.
 
-    A thread that is not the main one may set no handlers, and has none to set: signals come to the
-    main thread.
+    In any other thread than the main one this does nothing: Python allows handlers in the main
+    thread only, and only the main thread gets signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

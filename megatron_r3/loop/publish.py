@@ -1,10 +1,10 @@
 """Publishes the policy from inside training, for the sampler of the next collection.
 
-Version v is the policy after v * interval optimizer steps. Version 0 is published before the first
-step, each other one before the step that follows it, when its checkpoint is written; the last one
-when its step is done. A version is written by all ranks, each what it holds, into a temporary
-folder, and gets its name when it is whole. A training that is resumed comes by versions that it has
-published before: it compares them, and refuses to go on if they differ.
+Version v is the policy after v * interval optimizer steps. Each version is published just before
+the step that follows it, so after its checkpoint if one is due; the last version, which no step
+follows, is published after its own step. All ranks write a version together, each rank its weights,
+into a temporary folder, which is renamed when it is complete. A resumed training reaches versions
+that are published already: it compares their bytes, and refuses to go on if they differ.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Publisher:
     """Writes the versions of one training.
 
     Args:
-        options: what is published.
-        training: its options.
-        observe: lets a router without a hook answer to the active microbatch; called with the
+        options: of publishing.
+        training: the options of the training.
+        observe: lets a router without a hook answer to the active micro-batch; called with the
             router and its layer number.
     """
 
@@ -66,23 +66,23 @@ class Publisher:
         self._config = read_json(config.read_bytes(), str(config))
         size = self._config.get("vocab_size") if isinstance(self._config, dict) else None
         if type(size) is not int or size < 1:
-            raise ValueError(f"{config}: no vocab_size")
+            raise ValueError(f"{config}: no vocab_size: expected a whole number above 0")
         self.vocab_size = size
         self._dtype = dtype_of(self._config, config)
         self._bridge = choice_of_environment()
-        self._family: Family | None = None  # made with the models
+        self._family: Family | None = None  # chosen when the models are known
 
     def begin(self, models: list[Any], iteration: int) -> None:
-        """Publish the policy from which a step starts, if it is a version.
+        """Publish the policy after `iteration` steps, if that is a version.
 
-        It is called when the model is loaded, and before each step.
+        Called when the model is loaded, and before each step.
         """
         self._models = models
         if iteration % self.options.interval == 0 and iteration != self._done:
             self._publish(iteration)
 
     def end(self, iteration: int) -> None:
-        """After the last step: publish the last version, which no step follows."""
+        """Publish the last version, after the last step."""
         if iteration % self.options.interval == 0:
             self._publish(iteration)
 
@@ -100,26 +100,27 @@ class Publisher:
             fields = {"version": version, "iteration": iteration, "device": _device()}
             if size:
                 fields |= {"bytes": size, "seconds": time.monotonic() - started}
-            # A version may be there without its event: a kill came between the two.
+            # A training that was killed may have written this version without its event.
             if size or version not in self._noted():
                 self._events.note("trainer", "published", **fields)
             if size:
                 self._remove_old()
 
     def _write(self, version: int, iteration: int, probe: Probe | None) -> int:
-        """Write a version, or compare with it if it was published before.
+        """Write a version; if it was published before, compare the weights of now with its bytes.
 
         Returns:
-            The bytes of its weights; 0 if it was there, with the same bytes.
+            The size of the weights in bytes; 0 if the version was published before.
 
         Raises:
-            ValueError: it is there with other bytes, or cannot be written. The same on every rank.
+            ValueError: the version was published with other bytes, or cannot be written. All ranks
+                raise the same error.
         """
         directory = self.options.directory
         target, again = directory / version_name(version), None
         if any(everyones(target.exists())):
             again = directory / f".{version_name(version)}.again"
-            # what a training that was killed while it compared has left there
+            # left over from a training that was killed while it compared
             on_first_rank(partial(shutil.rmtree, again, ignore_errors=True))
 
         def finish(folder: Path, files: dict[str, str]) -> None:
@@ -153,7 +154,7 @@ class Publisher:
         return {one.get("version") for one in events if one.get("event") == "published"}
 
     def _layers(self, module: torch.nn.Module) -> list[int]:
-        """The MoE layers of a model chunk, whose routers answer to a microbatch from now on."""
+        """See `ProbePass.layers_of`; routers that have no hook get one."""
         install(module)
         routers = local_routers(module)
         for number, router in routers.items():
@@ -168,14 +169,14 @@ class Publisher:
 
 
 def _device() -> str:
-    """On what this rank trains, in words, for the report."""
+    """The device on which this rank trains, in words, for the report."""
     if torch.version.cuda is None:
         return "CPU"
     return str(torch.cuda.get_device_name())
 
 
 def _refuse_other(before: PublishedPolicy, now: PublishedPolicy) -> None:
-    """Refuse to go on with other weights than those that were published, and perhaps sampled.
+    """Refuse to go on if a published version, which may have sampled, has other weights than now.
 
     Raises:
         ValueError: naming the files that differ.
@@ -185,7 +186,7 @@ def _refuse_other(before: PublishedPolicy, now: PublishedPolicy) -> None:
     names = [n for n in now.files if before.files.get(n) != now.files[n]]
     raise ValueError(
         f"{now.path}: policy {now.version} was published before, with other bytes in "
-        f"{', '.join(names) or 'its files'}: the training that was resumed has not repeated "
-        "itself, so the rollouts of this version are not its own. Save a checkpoint at each "
+        f"{', '.join(names) or 'its files'}: the resumed training has not reproduced this version, "
+        "so rollouts of the version were sampled with other weights. Save a checkpoint at each "
         "version (--save-interval), or begin anew in another directory"
     )

@@ -1,9 +1,9 @@
-"""The policies directory: each version that a trainer published, and how a reader trusts it.
+"""The policies directory: each version that a trainer published, and how its files are checked.
 
     policies/v000003/config.json, tokenizer files, model-*.safetensors, policy.json
 
 A version appears whole or not at all, and is never changed. policy.json has the digest of each
-file, and the trainer's probe: what it computes on fixed tokens with these weights (probe.py).
+file, and the probe: what the trainer computes on fixed tokens with these weights (probe.py).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from megatron_r3.train.publish_options import published, version_name
 
 MANIFEST = "policy.json"
 FORMAT = 1
-POLL_S = 0.1  # between two looks for a version
+POLL_S = 0.1  # how long to wait before looking for a version again
 
 
 class PolicyError(ValueError):
-    """A published policy that cannot be used; the message names its directory."""
+    """A published policy that is missing or cannot be used; the message names its directory."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class PublishedPolicy:
     """One version, as its policy.json describes it.
 
     Attributes:
-        path: its transformers directory.
+        path: the transformers directory of this version.
         version: 0 is the policy with which training began.
-        iteration: how many optimizer steps made it.
+        iteration: how many optimizer steps this version was trained.
         files: the SHA-256 of each file but policy.json, by name.
         probe: what the trainer computes on fixed tokens with these weights.
     """
@@ -53,17 +53,17 @@ class PublishedPolicy:
 
     @property
     def name(self) -> str:
-        """What a sampler that has it says: v000003-0123456789abcdef.
+        """The name by which a sampler reports this policy: v000003-0123456789abcdef.
 
-        The digest tells it from version 3 of another run, which the same server may be given.
+        The digest distinguishes the policy from version 3 of another run on the same server.
         """
         return f"{version_name(self.version)}-{self.digest}"
 
     def is_named(self, served: str) -> bool:
-        """Whether a server that says `served` has it.
+        """Whether a server that reports `served` has this policy.
 
-        A server that begins with a policy adds to the name what no other start has (sampler.py):
-        v000003-0123456789abcdef.4a1f. So one that died and was started again is told apart.
+        A server that `rl sampler` starts with a policy has a suffix of its own in the name
+        (sampler.py): v000003-0123456789abcdef.4a1f. So a restart of the server shows.
         """
         return served == self.name or served.startswith(f"{self.name}.")
 
@@ -87,7 +87,7 @@ class PublishedPolicy:
         """
         names = {path.name for path in self.path.iterdir()} - {MANIFEST}
         for name in sorted(names ^ self.files.keys()):
-            what = "is missing" if name in self.files else "was not published with it"
+            what = "is missing" if name in self.files else "was not published with this policy"
             raise PolicyError(f"{self.path / name}: {what}; {_PUBLISH_AGAIN}")
         for name, digest in self.files.items():
             try:
@@ -110,7 +110,7 @@ def read_policy(directory: Path, version: int) -> PublishedPolicy:
     """Read what policy.json says of a version.
 
     Raises:
-        PolicyError: it is no policy that a trainer published, or of another version.
+        PolicyError: a trainer did not write this policy.json, or it is of another version.
     """
     path = directory / version_name(version)
     file = path / MANIFEST
@@ -137,7 +137,7 @@ def wait_for_policy(directory: Path, version: int, wait_s: float) -> PublishedPo
     """Wait until a version is there.
 
     Raises:
-        PolicyError: it did not come in time, or cannot be used.
+        PolicyError: the version was not published in time, or cannot be used.
     """
     end = time.monotonic() + wait_s
     while not (directory / version_name(version)).is_dir():

@@ -1,8 +1,8 @@
 """Gives a sampler the weights of a published policy, and makes sure that it samples with them.
 
-A server may answer 200 and sample with other weights all the same: a vLLM on a CPU that is told to
-load weights in place does (docs/engines.md). So nothing is stored before the sampler has shown, on
-fixed tokens, that it computes what the trainer computes (probe.py).
+A server may answer 200 and still sample with other weights, as vLLM does on a CPU when told to load
+weights in place (docs/engines.md). So nothing is sampled before the server has shown, on fixed
+tokens, that it computes what the trainer computes (probe.py).
 
 Shape suffixes (docs/glossary.md): L, N, M, K.
 """
@@ -25,10 +25,10 @@ from megatron_r3.replay.words import quoted
 
 
 class PushError(LoadError):
-    """The sampler does not sample with the policy that it was given.
+    """The sampler does not sample with the policy that was pushed.
 
     Attributes:
-        push: what it showed; None where it did not come to that.
+        push: what the sampler showed; None if its answers could not be compared.
     """
 
     def __init__(self, message: str, push: Push | None = None) -> None:
@@ -38,14 +38,14 @@ class PushError(LoadError):
 
 @dataclass(frozen=True)
 class Push:
-    """A push, as far as the sampler says that it has the policy.
+    """A push to a sampler that then reported the policy.
 
     Attributes:
-        how: "loaded" in place, by a "command" of the user's, or "restarted".
-        seconds: from the request until the sampler had shown that it has the weights.
+        how: "loaded" in place, by a "command" of the user, or "restarted".
+        seconds: from the request until the sampler's probe was compared.
         difference: between the sampler's probe and the trainer's.
-        limit: the largest |dlogp| that would have been accepted.
-        served: the name of the policy, as the sampler says it.
+        limit: the largest mean |dlogp| that is accepted.
+        served: the name of the policy, as the sampler reports it.
     """
 
     how: str
@@ -59,10 +59,10 @@ class Pusher:
     """Pushes policies to one sampler.
 
     Args:
-        loader: has the sampler take them.
-        client: sends the requests.
+        loader: loads the policies into the sampler.
+        client: sends the probe's requests.
         shape: of the model.
-        floor: what pushes showed before.
+        floor: the differences of earlier pushes.
     """
 
     def __init__(self, loader: Loader, client: Client, shape: ModelShape, floor: PushFloor) -> None:
@@ -70,16 +70,16 @@ class Pusher:
         self._client = client
 
     async def push(self, policy: PublishedPolicy, before: Probe | None = None) -> Push:
-        """Have the sampler take a policy, and compare its probe with the trainer's.
+        """Load a policy into the sampler, and compare the sampler's probe with the trainer's.
 
         Args:
-            before: the trainer's probe of the policy that the sampler had; None if it had none, or
-                nobody knows which.
+            before: the trainer's probe of the policy that the sampler had; None if unknown.
 
         Raises:
-            LoadError: the sampler did not take the policy.
-            PushError: it does not compute what the trainer computes; the message has both numbers.
-            NoAnswer: it does not answer.
+            LoadError: the sampler did not load the policy.
+            PushError: the sampler does not compute what the trainer computes; the message has the
+                difference and its limit.
+            NoAnswer: the sampler does not answer.
         """
         if self.loader.in_place:
             await self.loader.wait_until_up()
@@ -94,23 +94,24 @@ class Pusher:
             wrong.append(stale)
         if wrong:
             raise PushError(
-                f"{self._client.url}: it says that it has policy {policy.version}, and does not "
-                f"compute it: {'; '.join(wrong)}. Nothing was sampled. Start the sampler anew; if "
-                "it computes this model wrongly, see docs/engines.md",
+                f"{self._client.url}: the sampler says that it has policy {policy.version}, but "
+                f"does not compute it: {'; '.join(wrong)}. Nothing was sampled. Start the sampler "
+                "anew; if that does not help, its engine may compute this model wrongly "
+                "(docs/engines.md)",
                 push,
             )
         self.floor.accept(shown)
         return push
 
     async def compare_the_start(self, policy: PublishedPolicy) -> Difference | None:
-        """Compare a server that began with a policy, before any weights were loaded into it.
+        """Compare a server that was started with a policy, before weights are loaded into it.
 
-        What such a server shows is what a right load shows. Without it the first load in place
-        would be compared with limits that fit every engine and model, which are wide.
+        The difference of such a server is that of a right load. Without it the first load in place
+        would be checked against limits that fit every engine and model, which are wide.
 
         Returns:
-            What it shows, which is accepted as the floor; None if the server has no weights yet, or
-            began with others.
+            The difference, which becomes the floor; None if the server has no weights yet, or was
+            started with other weights.
 
         Raises:
             LoadError: the server cannot take new weights.
@@ -127,20 +128,20 @@ class Pusher:
 
     async def _check_version(self, policy: PublishedPolicy) -> str:
         served = await self.loader.served()
-        if served == "None":  # an embedded sampler that was started anew since has no policy
-            raise EngineError(f"{self._client.url}: it was started anew and has no policy")
+        if served == "None":  # an embedded sampler that was restarted has no policy
+            raise EngineError(f"{self._client.url}: the sampler was restarted, without a policy")
         if not policy.is_named(served):
             raise PushError(
-                f"{self._client.url}: it was given policy {policy.name} and says that it has "
-                f"{quoted(served)}"
+                f"{self._client.url}: the sampler was given policy {policy.name} and says that it "
+                f"has {quoted(served)}"
             )
         return served
 
     async def _compare(self, policy: PublishedPolicy) -> tuple[Probe, Difference]:
-        """The sampler's own probe, and how far it is from the trainer's and from its own cache."""
+        """The sampler's probe; how far it is from the trainer's, and from its own prefix cache."""
         tokens_MN, name = policy.probe.tokens_MN, await self.loader.model_name()
-        # First as a sampling request, which may use keys and values that the engine kept; then with
-        # the log-probs of the prompt, for which an engine computes all of it.
+        # First as a sampling request, which may use the prefix cache; then with the log-probs of
+        # the prompt, for which an engine computes the whole prompt anew.
         kept = [await self._ask(name, row.tolist(), with_prompt=False) for row in tokens_MN]
         fresh = [await self._ask(name, row.tolist(), with_prompt=True) for row in tokens_MN]
         sampler, cached = _probe(tokens_MN, fresh), _probe(tokens_MN, kept)
@@ -148,7 +149,8 @@ class Pusher:
         apart_M = np.array(
             [abs(a.next_logprob - b.next_logprob) for a, b in zip(kept, fresh, strict=True)]
         )
-        # Where experts differ by a near tie, the log-prob differs too; few do.
+        # Rounding may choose other experts where scores nearly tie, and then the log-prob differs
+        # too: such sequences do not count, unless all are.
         counted_M = same_M if same_M.any() else np.ones_like(same_M)
         return sampler, replace(
             difference(policy.probe, sampler),
@@ -164,8 +166,8 @@ class Pusher:
             return read_answer(answer, body, engine, self.shape, f"{self._client.url}{path}")
         except EngineError as error:
             raise PushError(
-                f"{error}: the server must be started with --enable-return-routed-experts, and "
-                "serve the run's model"
+                f"{error}: start the server with --enable-return-routed-experts, and with the "
+                "run's model"
             ) from error
 
 

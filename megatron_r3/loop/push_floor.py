@@ -1,8 +1,8 @@
-"""What a push of weights may differ from the trainer by, from the pushes that were right before.
+"""How far a sampler may differ from the trainer after a push, judged by earlier right pushes.
 
 There is one rule (`megatron_r3/data/truth/limit.py`): at most three times the median of the last
-eight right pushes, plus a room. It is asked of the log-probs, of the routes of each MoE layer, and
-of both once more with the keys and values that the engine kept.
+eight right pushes, plus a margin (`ROOM_...`). The rule holds for the log-probs, for the routes of
+each MoE layer, and for log-probs and routes once more with the engine's prefix cache.
 
 Shape suffixes (docs/glossary.md): N, M.
 """
@@ -18,33 +18,35 @@ from megatron_r3.data.truth.limit import MOST_ROUTES, ROOM_ROUTES, Limit
 from megatron_r3.loop.probe import ENOUGH, Difference, Probe, abs_dlogp, same_so_far
 
 REMEMBERED = 8  # pushes
-# In nats. Right engines in bfloat16 are up to 0.08 from a float32 model, with MLA 0.3; two engines
-# in float32 are less than 1e-5 apart, and a tensor that was not loaded makes more.
+# In nats: the limit of a first push, and the margin. Right engines in bfloat16 differ from a
+# float32 model by up to 0.08, with MLA 0.3. Two engines in float32 differ by less than 1e-5; a
+# tensor that was not loaded makes more.
 MOST_DLOGP, ROOM_DLOGP = 0.3, 1e-5
-# A sampler that did not take the new weights is as near to the policy before as right samplers are
-# to theirs. It is refused if its difference to the policy before is below this part of the other,
-# and so many of the tokens are nearer to the policy before. One alone refused right pushes.
+# A sampler that did not load the new weights is still near to the policy before. It is refused if
+# its mean |dlogp| to the policy before is below CLOSER times that to the new policy, and at least
+# MOST_TOKENS of the tokens are nearer to the policy before. Either test alone refused right pushes.
 CLOSER, MOST_TOKENS = 0.7, 0.55
 
 _WEIGHTS = "it has other weights, or computes them wrongly"
-_CACHE = "its prefix cache is of older weights: have it empty the cache with each load"
+_CACHE = "its prefix cache is of older weights: have the server empty the cache with each load"
 
 
 @dataclass
 class PushFloor:
-    """What usually differs between a sampler and the trainer, from the pushes so far.
+    """How far sampler and trainer usually differ, from the pushes so far.
 
     Attributes:
-        before: the differences of the last pushes that were accepted, newest last.
+        before: the differences of the last accepted pushes, newest last.
     """
 
     before: list[Difference] = field(default_factory=list)
 
     def dlogp_limit(self, push: Difference) -> Limit:
-        """The limit of a push's mean |dlogp|, from means of the same tokens.
+        """The limit of a push's mean |dlogp|.
 
-        These are all tokens where the push leaves none out since they would be too many, or where
-        each push before left none out.
+        The earlier means are over all tokens if this push could leave no tokens out
+        (`Difference.left_out` is None), or if none of the earlier pushes could; else they are the
+        means without the tokens left out.
         """
         usual = [one.abs_dlogp for one in self.before if one.left_out is not None]
         if push.left_out is None or not usual:
@@ -52,7 +54,7 @@ class PushFloor:
         return self._limit(usual, ROOM_DLOGP, MOST_DLOGP)
 
     def judge(self, push: Difference) -> list[str]:
-        """What is wrong with a push, in words with both numbers; empty if it is accepted."""
+        """What is wrong with a push, in words with value and limit; empty if it is accepted."""
         dlogp = self.dlogp_limit(push)
         layers = zip(*(one.agreement for one in self.before), strict=True)
         usual = [[1 - same for same in layer] for layer in layers] or [[] for _ in push.agreement]
@@ -92,13 +94,13 @@ class PushFloor:
 def still_before(sampler: Probe, now: Probe, before: Probe) -> str:
     """Why a sampler seems to have the policy before, in words with both numbers; empty if not.
 
-    It finds a load that changed nothing also where the two policies differ by no more than the
-    sampler rounds. Example: a sampler in bfloat16 is 0.010 from its policy, and the policies are
-    0.012 apart. With the new weights it is 0.010 from the new one and some 0.016 from the one
-    before; with the old weights the other way round, and 0.010 is below 0.7 times 0.016.
+    This finds a load that changed nothing even if the policies differ by no more than the sampler's
+    rounding. Example: a sampler in bfloat16 is 0.010 from its policy, and the policies are 0.012
+    apart. With the new weights the sampler is 0.010 from the new policy and about 0.016 from the
+    old one; with the old weights it is the other way round, and 0.010 is below 0.7 times 0.016.
 
-    Tokens that follow one with other experts than in either policy are left out of the mean, unless
-    they are too many: they make most of it, and a near tie may go as it did in the policy before.
+    The means leave out tokens that follow a token with other experts than in either policy, unless
+    these are too many. They would dominate the means, and show rounding rather than weights.
     """
     to_now_MN, to_before_MN = abs_dlogp(sampler, now), abs_dlogp(sampler, before)
     nearer = float((to_before_MN < to_now_MN).mean())
@@ -109,7 +111,7 @@ def still_before(sampler: Probe, now: Probe, before: Probe) -> str:
     if to_now <= ROOM_DLOGP or not to_before < CLOSER * to_now or nearer < MOST_TOKENS:
         return ""
     return (
-        f"mean |dlogp| {to_now:.3g} to this policy and {to_before:.3g} to the one before, below "
-        f"{CLOSER:g} times that, and {nearer:.0%} of the tokens nearer to the one before, above "
-        f"{MOST_TOKENS:.0%}: it has the weights of before"
+        f"mean |dlogp| {to_now:.3g} to this policy, but {to_before:.3g} to the policy before, "
+        f"which is below {CLOSER:g} times {to_now:.3g}; {nearer:.0%} of the tokens (limit "
+        f"{MOST_TOKENS:.0%}) are nearer to the policy before: the sampler still has the old weights"
     )

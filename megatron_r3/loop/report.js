@@ -1,4 +1,4 @@
-// Draws the charts in the colours of the page, and hides those of the runs that are switched off.
+// Draws the charts in the colours of the page, without the runs whose boxes are not checked.
 "use strict";
 const figures = JSON.parse(document.getElementById("data").textContent);
 const plots = [...document.querySelectorAll(".plot")];
@@ -7,7 +7,7 @@ const boxes = [...document.querySelectorAll("nav input")];
 const SMALL = { size: 12 };
 const AXIS = {
   zeroline: false, gridcolor: "var(--grid)", automargin: true, title: { font: SMALL },
-  ticks: "outside", tickcolor: "#0000", // unseen: they keep the 0 of one axis off that of the other
+  ticks: "outside", tickcolor: "#0000", // invisible, to keep the labels 0 of both axes apart
 };
 const X_AXIS = { ...AXIS, showgrid: false, tickformat: "d", spikecolor: "var(--ink)", spikethickness: 1 };
 const THEME = {
@@ -17,16 +17,16 @@ const THEME = {
   hovermode: "x unified", hoverlabel: { bgcolor: "var(--card)", bordercolor: "var(--ink)" },
   showlegend: false, bargap: 0.15,
   legend: { orientation: "h", traceorder: "normal", x: 0, y: 1.02, yanchor: "bottom", font: { size: 11 } },
-  // A finger that moves over a chart scrolls the page.
+  // On a touch screen a finger scrolls the page, and does not zoom the chart.
   dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
   template: { data: { // what all traces of a type have
     bar: [{ marker: { line: { width: 0 } } }],
     heatmap: [{ colorscale: "Viridis", hoverongaps: false, colorbar: { thickness: 12, outlinewidth: 0 } }],
   } },
-  uirevision: "kept", // the part that a reader chose stays when the chart is drawn anew
+  uirevision: "kept", // keeps the reader's zoom when the chart is drawn again
 };
 
-// The theme below the figure's own layout.
+// The figure's layout, with the theme for all that the layout leaves open.
 function themed({ xaxis, yaxis, ...layout }) {
   const titled = (axis) => ({ ...axis, title: { ...axis.title, ...AXIS.title } });
   const y = { ...AXIS, tickformat: yaxis.type === "category" ? "" : "~g", ...yaxis };
@@ -48,17 +48,17 @@ function draw(plot, at) {
   const hidden = new Set(boxes.filter((box) => !box.checked).map((box) => box.value));
   const card = plot.closest("figure");
   card.hidden = hidden.has(card.dataset.group);
-  if (card.hidden) return; // it has no width to be drawn in
+  if (card.hidden) return; // a hidden card has no width to draw in
   const { data, layout } = coloured({ ...figures[at], layout: themed(figures[at].layout) });
   for (const trace of data) trace.visible = !hidden.has(trace.legendgroup);
   Plotly.react(plot, data, layout, { responsive: true, displayModeBar: false });
 }
 
-// Each chart has a task of its own, so that the first ones are seen while the others are drawn.
+// Each chart is a task of its own, so that the first charts show while the others are drawn.
 function drawAll() {
   plots.forEach((plot, at) => setTimeout(draw, 0, plot, at));
 }
 
 for (const box of boxes) box.addEventListener("change", drawAll);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
-drawAll(); // after a reload too, when the browser has kept the boxes as they were
+drawAll(); // reads the boxes, whose state a browser keeps at a reload

@@ -1,9 +1,8 @@
-"""Read what a run of the loop wrote about itself: its metrics and its events, checked.
+"""Read and check what a run of the loop wrote about itself: its metrics and its events.
 
-A run directory is read while the run may still be writing, and its parts may have been killed. A
-line that is cut off is then no mistake: it is left out, and a note says so. Any other line that is
-not what it must be is refused, with the file and the number of the line. docs/report.md lists
-files and fields.
+A run may still be writing while it is read, and its parts may have been killed. So a line that is
+cut off is left out, and a note says so. Any other invalid line is refused, with file and line
+number. docs/report.md lists files and fields.
 """
 
 from __future__ import annotations
@@ -22,25 +21,25 @@ from megatron_r3.replay.words import one_line, quoted
 try:
     from pydantic import Field, TypeAdapter, ValidationError, create_model
 except ModuleNotFoundError as missing:
-    raise ValueError("rl report takes pydantic: pip install 'megatron-r3[report]'") from missing
+    raise ValueError("rl report needs pydantic: pip install 'megatron-r3[report]'") from missing
 
-# A value by the number of its step, collection or version. All three count up.
+# Values by the number of their step, collection or version.
 Curve = dict[float, float]
 Event = dict[str, Any]
 
 PARTS = ("trainer", "collector", "supervisor")  # events/PART.jsonl
-LAYER = "router mismatch/layer "  # before Megatron's number of the layer, in metrics.jsonl
+LAYER = "router mismatch/layer "  # the beginning of a name in metrics.jsonl; a layer number follows
 
 
 @dataclass(frozen=True)
 class Run:
-    """What one run directory says."""
+    """What was read from one run directory."""
 
-    name: str  # the directory's own, or more of its path where two runs have one name
+    name: str  # the directory's name, with more of its path if two runs have the same name
     directory: Path
     metrics: dict[str, Curve]  # by name in metrics.jsonl, without values that are not finite
     events: list[Event]  # of trainer, collector and supervisor, each in the order of its file
-    notes: list[str]  # what was left out or came twice, for the reader of the report
+    notes: list[str]  # what was left out or was logged twice, for the reader of the report
 
     def of(self, *kinds: str) -> list[Event]:
         """The events of these kinds, in order."""
@@ -53,13 +52,13 @@ class Run:
 
 
 def read_runs(directories: Sequence[Path]) -> list[Run]:
-    """Read each directory, and name each run by the shortest end of its path that differs.
+    """Read each directory, and name each run by as much of its path as makes the names differ.
 
-    Example: noise/live-0 and fp8/live-0 keep both parts; a/live-0 and b/live-1 are live-0, live-1.
+    Example: noise/live-0 and fp8/live-0 stay; a/live-0 and b/live-1 become live-0 and live-1.
 
     Raises:
-        ValueError: a directory is given twice, is no run, or has a line that is not what it must
-            be; the error names file and line.
+        ValueError: a directory is given twice, is no run, or has an invalid line; the error names
+            file and line.
     """
     paths = [directory.resolve() for directory in directories]
     for length in range(1, max(len(path.parts) for path in paths) + 1):
@@ -80,21 +79,21 @@ def read_run(directory: Path, name: str) -> Run:
     if not any(path.is_file() for path in (log, *files)):
         raise ValueError(
             f"{directory} is no directory of a run: it has neither metrics.jsonl nor "
-            "events/*.jsonl; give one that has"
+            "events/*.jsonl; give the [run] directory of a config"
         )
     notes: list[str] = []
     metrics = _metrics(log, notes)
     events = [event for path in files for event in _events(path, notes)]
     if not metrics:
-        notes.append("metrics.jsonl has no step yet: curves by step are missing")
+        notes.append("metrics.jsonl has no step yet, so curves over steps are missing")
     return Run(name, directory, metrics, events, notes)
 
 
 def _lines(path: Path, notes: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each line's place and object. A missing file has none; a cut-off line is left out."""
+    """Each line's place and object; cut-off lines are left out. A missing file has no lines."""
     lines = path.read_bytes().split(b"\n") if path.is_file() else []
     for number, line in enumerate(lines, start=1):
-        # After the line end of the last whole line comes nothing, or the beginning of a line.
+        # What follows the last line end is empty, or a line that is not complete yet.
         last = number == len(lines)
         if last and not line.strip():
             return
@@ -102,7 +101,7 @@ def _lines(path: Path, notes: list[str]) -> Iterator[tuple[str, dict[str, Any]]]
         try:
             value = read_json(line, where)
         except ValueError:
-            # A part that was killed while it wrote goes on in a new line: `{"time": 17` has no end.
+            # A part that was killed in a line, as `{"time": 17`, begins a new line when restarted.
             if not last and (not line.startswith(b"{") or line.endswith(b"}")):
                 raise
             notes.append(
@@ -116,7 +115,7 @@ def _lines(path: Path, notes: list[str]) -> Iterator[tuple[str, dict[str, Any]]]
 
 
 def _checked(kind: TypeAdapter[Any], value: Any, where: str) -> Any:
-    """The value; a ValueError that names file, line and field if it is not of the type."""
+    """The value if it is of the type; else a ValueError that names file, line and field."""
     try:
         return kind.validate_python(value, strict=True)
     except ValidationError as error:
@@ -132,7 +131,7 @@ _VALUES = TypeAdapter(dict[str, float])
 
 
 def _metrics(path: Path, notes: list[str]) -> dict[str, Curve]:
-    """Every name's values by step. Of a step that came twice the later line counts."""
+    """Every name's values by step. Of a step that was logged twice, the later line counts."""
     steps: dict[int, dict[str, float]] = {}
     again, not_finite = set[int](), Counter[str]()
     for where, line in _lines(path, notes):
@@ -141,14 +140,14 @@ def _metrics(path: Path, notes: list[str]) -> dict[str, Curve]:
         del values["iteration"]
         for name in values:
             if name.startswith(LAYER) and not re.fullmatch("[0-9]{1,5}", name[len(LAYER) :]):
-                raise ValueError(f"{where}: {quoted(name)} does not end in the number of a layer")
+                raise ValueError(f"{where}: {quoted(name)} does not end in a layer number")
         if step in steps:
             again.add(step)
         steps[step] = values
     if again:
         notes.append(
             f"{len(again)} steps were logged twice ({min(again)} to {max(again)}): the trainer was "
-            "started again; the later lines are shown"
+            "restarted and repeated them; the later lines are shown"
         )
     curves: dict[str, Curve] = {}
     for step, values in sorted(steps.items()):
@@ -161,7 +160,7 @@ def _metrics(path: Path, notes: list[str]) -> dict[str, Curve]:
     return curves
 
 
-# The fields of events by their types; a field that is not here is a number.
+# The fields of events by their types; a field that is not listed here is a float.
 _TYPES: tuple[tuple[Any, str], ...] = (
     (str, "event device how for part reason"),
     (list[str], "alarms"),
@@ -173,7 +172,7 @@ _TYPES: tuple[tuple[Any, str], ...] = (
 )
 _TYPE_OF = {name: kind for kind, names in _TYPES for name in names.split()}
 _COMPARED = "abs_dlogp abs_dlogp_all cached_dlogp cached_disagreement left_out route_agreement"
-# For each event the fields that it must have, and those that it may have or leave null.
+# For each event the fields that it must have, and those that may be missing or null.
 FIELDS = {
     "published": ("version", "iteration seconds bytes device"),
     "pushed": ("version verified", f"seconds how limit {_COMPARED}"),
@@ -202,7 +201,7 @@ _EVENTS = {kind: _event_type(*fields) for kind, fields in FIELDS.items()}
 
 
 def _events(path: Path, notes: list[str]) -> Iterator[Event]:
-    """The events of one file that the report knows, with their fields that it knows."""
+    """The events of one file, without kinds and fields that the report does not know."""
     unknown: Counter[str] = Counter()
     for where, line in _lines(path, notes):
         event = _checked(_EVENTS.get(str(line.get("event")), _UNKNOWN), line, where)

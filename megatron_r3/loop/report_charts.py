@@ -1,8 +1,8 @@
 """The charts of a report as figures of plotly: `{"data": traces, "layout": ...}`, which is JSON.
 
-The page's script draws them over its own theme. Colours are variables of report.css, as `var(--g1)`
-for the second group, since plotly takes fixed colours and the page is light or dark: the script
-puts the values of the moment in their place. A trace belongs to the group in `legendgroup`.
+report.js draws the figures with the page's theme. Colours are names of variables in report.css:
+`var(--g1)` for the second group. plotly takes fixed colours only, so the script replaces each name
+by its value in the light or the dark page. `legendgroup` names the group of a trace.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from megatron_r3.loop.report_contents import LOG, MAP, OFF_ZERO, PERCENT, STAGES
 from megatron_r3.loop.report_numbers import Groups, Line, duration, lines_of, number
 from megatron_r3.replay.words import one_line
 
-COLOURS = 8  # of groups, in report.css; later groups take the same ones, with dashes
+COLOURS = 8  # of groups, in report.css; from the ninth group on they repeat, with dashed lines
 Drawn = tuple[list[dict[str, Any]], dict[str, Any]]  # traces, and a layout
 Lines = Mapping[str, Line]  # of a group, by name
 
 
 def figures_of(chart: Chart, groups: Groups) -> list[dict[str, Any]]:
-    """One figure for all groups, or one for each, with the same axes; none without any values.
+    """One figure for all groups, or one for each with the same axes; none if there are no values.
 
-    The page takes `title`, `text` and `group` from it, the number of the only group.
+    The page reads `title`, `text` and `group`: the number of the figure's group, None for all.
     """
     of_groups = [lines_of(chart, group) for group in groups.values()]
     every = [line for lines in of_groups for line in lines.values()]
@@ -35,7 +35,7 @@ def figures_of(chart: Chart, groups: Groups) -> list[dict[str, Any]]:
     if each > 1:
         text += f" Each point is a mean over up to {each} neighbouring {chart.x}s."
     first, last = min(line.x[0] for line in every), max(line.x[-1] for line in every)
-    room = max(0.5, 0.015 * (last - first))  # a mark, a bar or a cell at the edge is not cut
+    room = max(0.5, 0.015 * (last - first))  # so that no mark, bar or cell at the edge is cut
     x_axis = {
         "title": {"text": chart.x},
         "range": [first - room, last + room],
@@ -56,7 +56,7 @@ def figures_of(chart: Chart, groups: Groups) -> list[dict[str, Any]]:
 
 
 def _lines(chart: Chart, names: Sequence[str], of_groups: Sequence[Lines]) -> Drawn:
-    """Lines with bands, neither of which go below the least value of the y axis."""
+    """Lines with bands; lines and bands are cut off at the least value of the y axis."""
     every = [line for lines in of_groups for line in lines.values()]
     least, highest = min(min(line.low) for line in every), max(max(line.high) for line in every)
     above_0 = min((y for line in every for y in line.mean if y > 0), default=0.0)
@@ -64,15 +64,15 @@ def _lines(chart: Chart, names: Sequence[str], of_groups: Sequence[Lines]) -> Dr
     axis: dict[str, Any] = {"tickformat": ".4~%"} if percent else {}
     if LOG in chart.look and 0 < 30 * above_0 < highest:
         axis["type"] = "log"
-        least = above_0  # zeros stand at the bottom, where the least value above 0 stands
+        least = above_0  # a logarithmic axis has no 0: zeros are drawn at the least value above 0
     elif OFF_ZERO not in chart.look:
         axis["rangemode"] = "tozero"
     elif least > 0.9 and highest <= 1:
-        # Shares that should be 1: the axis ends there, and one of exactly 1 is no small wave.
+        # Shares that should be 1: end the axis just above 1, and do not magnify tiny differences.
         axis["range"] = [min(0.99, 2 * least - 1), 1.0005]
     traces = []
     for at, what, line in ((at, *one) for at, of in enumerate(of_groups) for one in of.items()):
-        # plotly makes a link of `<a href=...>` in a text
+        # escaped, since plotly would make a link of `<a href=...>` in a name
         name = html.escape(one_line(names[at] + what, 200), quote=False)
         colour, both = f"var(--g{at % COLOURS}", {"type": "scatter", "legendgroup": f"g{at}"}
         if not what and line.low != line.high:
@@ -87,7 +87,7 @@ def _lines(chart: Chart, names: Sequence[str], of_groups: Sequence[Lines]) -> Dr
             for mean, low, high in zip(line.mean, line.low, line.high, strict=True)
         ]
         trace = {
-            # A line of one point is no line: points are marked where they are few.
+            # Few points get marks: a single point would not show as a line.
             "mode": "lines" if len(line.x) > (1 if what else 24) else "lines+markers",
             "line": {"color": f"{colour})", "width": 1.3 if what else 2, "dash": dash},
             "x": line.x,
@@ -98,7 +98,7 @@ def _lines(chart: Chart, names: Sequence[str], of_groups: Sequence[Lines]) -> Dr
 
 
 def _stages(_: Chart, lines: Lines, of_groups: Sequence[Lines]) -> Drawn:
-    """Bars of each collection by stage, one upon the other."""
+    """For each collection stacked bars, one for each stage."""
     means = [[line.mean for line in stages.values()] for stages in of_groups]
     highest = max(sum(stages) for of in means for stages in zip(*of, strict=True))
     axis = {"range": [0, 1.05 * highest or 1], "ticksuffix": " s"}
@@ -118,7 +118,7 @@ def _stages(_: Chart, lines: Lines, of_groups: Sequence[Lines]) -> Drawn:
 
 
 def _map(chart: Chart, lines: Lines, of_groups: Sequence[Lines]) -> Drawn:
-    """A map by layer. Its colours go from 0, or an even load, to the largest value of all maps."""
+    """A heat map by layer. Colours go from 0 (of loads from 1) to the largest value of all maps."""
     lowest, form = (0, ".3~p") if PERCENT in chart.look else (1, ".3~g")
     highest = max(y for layers in of_groups for line in layers.values() for y in line.mean)
     x = sorted({x for line in lines.values() for x in line.x})
@@ -127,7 +127,7 @@ def _map(chart: Chart, lines: Lines, of_groups: Sequence[Lines]) -> Drawn:
         "type": "heatmap",
         "x": x,
         "y": [*lines],
-        "z": [[row.get(one) for one in x] for row in cells],  # null, a hole, if not measured
+        "z": [[row.get(one) for one in x] for row in cells],  # null draws a hole: not measured
         "zmin": lowest,
         "zmax": highest if highest > lowest else lowest + 1,
         "colorbar": {"tickformat": form},

@@ -1,7 +1,7 @@
 """From runs to what a report shows: groups of seeds, lines with bands, times by stage, warnings.
 
-Runs of one name but for a number at its end (live-0, live-1, live-2) are seeds of one experiment.
-A report shows their mean, and a band from the smallest to the largest of them.
+Runs whose names differ only in the number at the end (live-0, live-1, live-2) are seeds of one
+experiment. A report shows the mean over the seeds, and a band from the smallest to the largest.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from megatron_r3.loop.report_contents import DRIFTS, MAP, STAGES, Chart
 
 MOST_POINTS = 100  # of a line; a longer one is drawn as means over neighbouring points
 STAGE_NAMES = ("sampling", "pushing weights", "waiting for a policy", "the rest")
-Groups = dict[str, list[Run]]  # seeds of one experiment, or one run, by name
+Groups = dict[str, list[Run]]  # by name: the seeds of an experiment, or a single run
 
 
 class Line(NamedTuple):
-    """A line of a chart; `each` neighbouring points of a run are one point of a long line."""
+    """A line of a chart. In a long line each point is the mean of `each` neighbouring points."""
 
     x: list[float]
     mean: list[float]
@@ -36,15 +36,15 @@ def groups_of(runs: Sequence[Run]) -> Groups:
     seeds: dict[str, list[Run]] = {}
     for run in runs:
         seeds.setdefault(re.sub(r"-\d+$", "", run.name), []).append(run)
-    # A number at the end of a name means nothing where no other run has the name.
+    # A run without other seeds keeps its whole name, with the number.
     return {name if len(of) > 1 else of[0].name: of for name, of in seeds.items()}
 
 
 def line_of(curves: Sequence[Curve]) -> Line | None:
-    """The line of the curves of a group's seeds; None if no curve has a point.
+    """The mean line of the curves of a group's seeds; None if the curves share no x.
 
-    A mean over other seeds at each x would jump where one of them ends. So a point is drawn only
-    where every curve has one. Example: of seeds with 40, 40 and 31 steps, 31 steps are drawn.
+    A point is drawn only where every curve has one: else the mean would jump where a seed ends.
+    Example: of seeds with 40, 40 and 31 steps, 31 steps are drawn.
     """
     filled = [curve for curve in curves if curve]
     x = sorted(set.intersection(*map(set, filled))) if filled else []
@@ -53,13 +53,13 @@ def line_of(curves: Sequence[Curve]) -> Line | None:
     each = math.ceil(len(x) / MOST_POINTS)
     near = [x[start : start + each] for start in range(0, len(x), each)]
     values = [[curve[i] for curve in filled for i in some] for some in near]
-    # six digits are more than a reader can see
+    # six digits are more than a chart can show
     mean, low, high = ([float(f"{f(some):.6g}") for some in values] for f in (fmean, min, max))
     return Line([*map(fmean, near)], mean, low, high, each)
 
 
 def lines_of(chart: Chart, group: Sequence[Run]) -> dict[str, Line]:
-    """The lines of a chart for one group, by what the legend, or an axis, calls them."""
+    """The lines of a chart for one group, by their names in the legend or on an axis."""
     of_runs = [curves_of(chart, run) for run in group]
     names = dict.fromkeys(name for curves in of_runs for name in curves)
     lines = {name: line_of([curves.get(name, {}) for curves in of_runs]) for name in names}
@@ -67,7 +67,7 @@ def lines_of(chart: Chart, group: Sequence[Run]) -> dict[str, Line]:
 
 
 def number(value: float, percent: bool = False) -> str:
-    """Three digits, as 0.00412, 12.3, 1,234 or 1.23e-07; of a share near 1 more, as 99.996 %."""
+    """Three digits, as 0.00412, 12.3, 1,234 or 1.23e-07; a share near 1 gets more: 99.996 %."""
     if percent:
         short = f"{100 * value:.3g}"
         # A share that is not 1 is not shown as 100 %.
@@ -84,10 +84,10 @@ def duration(seconds: float) -> str:
 
 
 def curves_of(chart: Chart, run: Run) -> dict[str, Curve]:
-    """The curves of a chart, by layer or by stage, or the one of its source with its companions.
+    """The curves of a chart for one run: by layer, by stage, or one with its companions.
 
-    The first step on each collection is a companion of its own where a collection has several: in
-    the later ones the trainer has moved away from the policy that sampled, whatever their numerics.
+    Companions are the limit and, if a collection has several steps, a curve of the first steps
+    alone: in later steps the trainer has moved away from the policy that sampled.
     """
     if STAGES in chart.look:
         return stage_times(run)
@@ -96,7 +96,7 @@ def curves_of(chart: Chart, run: Run) -> dict[str, Curve]:
     curves, published = {"": curve(chart.source, run)}, run.of("published")
     if chart.limit:
         curves[", limit"] = curve(chart.limit, run)
-    # Optimizer steps on a collection, mini-steps times epochs, as the newest event says it.
+    # Optimizer steps on a collection, from the newest event: iteration divided by version.
     pairs = ((event.get("iteration", 0), event["version"]) for event in reversed(published))
     each = next((steps // version for steps, version in pairs if version), 1)
     if DRIFTS in chart.look and each > 1:
@@ -105,9 +105,10 @@ def curves_of(chart: Chart, run: Run) -> dict[str, Curve]:
 
 
 def curve(source: str, run: Run) -> Curve:
-    """The curve of a source (see `Chart`); of an x that came twice the later value counts.
+    """The curve of a source (see `Chart`); if an x comes twice, its later value counts.
 
-    Values that are not finite are left out, and so is an x that lacks one of two values.
+    Left out are values that are not finite, and of "NAME + NAME" or "NAME / NAME" each x that lacks
+    one of the two values.
     """
     kind, of_event, name = source.partition(": ")
     points = run.metrics.get(source, {})
@@ -128,7 +129,7 @@ def curve(source: str, run: Run) -> Curve:
 
 
 def _by_layer(source: str, run: Run) -> dict[str, Curve]:
-    """The router mismatch by Megatron's number of the layer; or a list of events, from layer 1."""
+    """Curves by layer number from metrics; or from lists in events, numbered from 1 in order."""
     kind, _, name = source.partition(": ")
     layers = {at[len(LAYER) :]: of for at, of in run.metrics.items() if at.startswith(source)}
     for event in run.of(kind):
@@ -139,11 +140,11 @@ def _by_layer(source: str, run: Run) -> dict[str, Curve]:
 
 
 def stage_times(run: Run) -> dict[str, Curve]:
-    """Seconds of each stage by collection; all of them together are the time on the clock.
+    """Seconds of each stage by collection; the stages add up to the elapsed time.
 
-    Waiting and pushing belong to the collection that follows them. "The rest" is what the clock
-    says beyond the measured stages: rewards, storing, and the time in which the collector was dead.
-    It is 0 for the first collection, since nothing says when that began.
+    Waiting and pushing belong to the collection that follows them. "The rest" is the elapsed time
+    without the measured stages: the time in which the collector was dead, for example. The first
+    collection has a rest of 0, since no event says when that collection began.
     """
     times: dict[str, Curve] = {stage: {} for stage in STAGE_NAMES}
     spent = dict.fromkeys(("collected", "pushed", "waited"), 0.0)
@@ -162,8 +163,8 @@ def stage_times(run: Run) -> dict[str, Curve]:
 def wall_seconds(run: Run) -> float | None:
     """Seconds in which the run was at work; None if there are no events.
 
-    The time before a part is started counts as a pause if that part had not ended, or if no part
-    was at work: then the whole run was stopped, and started again.
+    The time before an event `started` does not count if no part was running, or if that part had
+    no event `died` or `ended` before: then the whole run was stopped and started again.
     """
     events = sorted(run.events, key=lambda event: event["time"])
     seconds, alive = 0.0, set[str]()
@@ -195,9 +196,9 @@ def warnings_of(run: Run) -> list[str]:
     if wrong := [event for event in run.of("collected") if event["version"] not in verified]:
         found.append(
             f"{len(wrong)} collections were sampled by a version whose push is not recorded as "
-            f"verified, first collection {wrong[0]['collection']} by version {wrong[0]['version']}"
+            f"verified, first: collection {wrong[0]['collection']} by version {wrong[0]['version']}"
         )
-    # Live training has no promise to keep, so only steps count whose routes all are the rollout's.
+    # Only steps in which all routes were replayed from rollouts must dispatch them as recorded.
     replayed = run.metrics.get("update/routes from rollout", {})
     shares = run.metrics.get("routes dispatched as recorded", {})
     if steps := [step for step in shares if shares[step] < 1 and replayed.get(step) == 1]:
@@ -218,7 +219,7 @@ def warnings_of(run: Run) -> list[str]:
 
 
 def _deaths(run: Run) -> list[str]:
-    """How often each part of a run died, a sentence a part."""
+    """How often each part of a run died, one sentence for each part."""
     deaths: dict[str, list[str]] = {}
     for event in run.of("died"):
         deaths.setdefault(event["part"], []).append(str(event.get("status", "?")))
@@ -234,7 +235,7 @@ def _at(steps: Sequence[float]) -> str:
 
 
 def replay_of(run: Run) -> str:
-    """Whose experts the trainer used, from what its steps measured; empty if they did not."""
+    """Whose experts the trainer used, from the metrics of its steps; empty without metrics."""
     names = {"rollout": "rollout (R3)", "old policy": "old policy (R2)"}
     shares = {name: run.metrics.get(f"update/routes from {name}", {}) for name in names}
     used = [f"routes from {names[name]}" for name in names if any(shares[name].values())]
@@ -243,16 +244,16 @@ def replay_of(run: Run) -> str:
 
 
 def notes_of(run: Run) -> list[str]:
-    """What a reader of the numbers must know of a run."""
+    """What a reader should know to understand the numbers of a run."""
     found = [*run.notes]
     if (replay := replay_of(run)).startswith("off"):
-        found.append(f"replay is {replay}; with --moe-router-replay it takes the sampler's")
+        found.append(f"replay is {replay}; --moe-router-replay makes it use the sampler's")
     there = {event["collection"] for event in run.of("collected")}
     if gaps := max(there, default=-1) + 1 - len(there):
         first = next(number for number in range(len(there) + 1) if number not in there)
         found.append(
             f"{gaps} collections have no event, the first of them is {first}: the collector was "
-            "killed after it had stored them; counts of rollouts and tokens lack them"
+            "killed after it had stored them; the counts of rollouts and tokens leave them out"
         )
     for event in run.of("failed"):
         found.append(f"collection {event['collection']} was begun anew: {event['reason']}")

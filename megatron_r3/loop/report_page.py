@@ -1,8 +1,8 @@
 """The page of `megatron-r3 rl report`: one HTML file that needs nothing else.
 
-report.html is its template. Jinja escapes every text that is put in. Styles, scripts and plotly.js
-(5 MB, so that the page can be sent as one file) are inside, and a content security policy forbids
-the browser to load anything.
+report.html is the template, in which Jinja escapes every text. Styles, scripts and plotly.js (5 MB)
+are inside the page, so that it can be sent as one file. A content security policy forbids the
+browser to load anything.
 
 Shape suffixes (docs/glossary.md): N.
 """
@@ -32,19 +32,19 @@ from megatron_r3.replay.words import one_line, quoted
 try:
     from plotly.offline import get_plotlyjs
 except ModuleNotFoundError as missing:
-    raise ValueError("rl report takes plotly: pip install 'megatron-r3[report]'") from missing
+    raise ValueError("rl report needs plotly: pip install 'megatron-r3[report]'") from missing
 
-# HTML of our own; all other texts are escaped where they are put into HTML.
+# Markup is our own HTML, which Jinja does not escape.
 NOT_RECORDED = Markup('<span class="soft">not recorded</span>')
 Row = list[str]
-SHOWN = 4  # samples of a collection, from different prompts
-MOST = 400  # letters of a prompt, and of an answer
+SHOWN = 4  # how many samples of a collection are shown, from different prompts
+MOST = 400  # characters that are shown of a prompt, and of an answer
 # an option with its value: "--lr 4e-4", but not --lr-decay-style
 _OPTIONS = re.compile(
     r"--(?:no-)?(?:moe-router-replay[\w-]*|rollouts[\w-]*|(?:lr|bf16|fp16)(?![\w-]))"
     r"(?:[ =][^-\s]\S*)?"
 )
-# an option of the layout; people write the first letters and a P: TP, ETP
+# an option of the layout, shown as is usual by its initials and a P: TP, ETP
 _LAYOUT = re.compile(r"--([a-z-]+?)(?:-model)?-parallel-size[ =](\d+)")
 
 
@@ -52,7 +52,7 @@ def page(runs: Sequence[Run]) -> str:
     """The whole page, for runs in the order in which they shall be shown.
 
     Raises:
-        ValueError: a run's config.toml, or its policy's config.json, is not what it must be.
+        ValueError: a run's config.toml, or its policy's config.json, is invalid.
     """
     groups = numbers.groups_of(runs)
     ordered = [run for group in groups.values() for run in group]
@@ -87,17 +87,17 @@ def _environment() -> Environment:
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
         undefined=StrictUndefined,  # a name that `page` does not give is an error
-        # a text of a run stands on one line; Markup, of another type, is our own HTML
+        # puts each text of a run on one line; Markup has another type and stays as it is
         finalize=lambda value: one_line(value) if type(value) is str else value,
     )
-    # a browser reads no JSON with NaN in it, and would show a page without charts
+    # fail here if a value is NaN: a browser cannot parse it, and would show no charts
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False}
     environment.filters |= {"number": number, "duration": duration}
     return environment
 
 
 def _facts(groups: Groups) -> list[Row]:
-    """What ran: a name, and a cell for each group, or one that says the same of all groups."""
+    """The table "What ran": per row a name and a cell for each group, or one cell if all agree."""
     of_groups = [[_facts_of(run) for run in group] for group in groups.values()]
     names = [", ".join(run.name for run in group) for group in groups.values()]
     rows = [["runs", *names]] if names != [*groups] else []
@@ -108,9 +108,9 @@ def _facts(groups: Groups) -> list[Row]:
 
 
 def _facts_of(run: Run) -> dict[str, Any]:
-    """What a run was and did, as far as its config, its newest policy and its events tell."""
+    """The facts of a run, from its config, its newest policy and its events."""
     devices = [event["device"] for event in run.of("published") if "device" in event]
-    # a collection that came twice counts once
+    # by number, since a collection may have two events
     collected = {event["collection"]: event for event in run.of("collected")}.values()
     return {
         "model": _model(run.directory),
@@ -142,7 +142,7 @@ def _model(directory: Path) -> str:
 
 
 def _config_of(file: Path) -> dict[str, str]:
-    """Rows of what the config of a run says; they are empty where there is none."""
+    """The facts that the config of a run tells; empty texts if there is no config."""
     if not file.is_file():
         return dict.fromkeys(("layout", "sampler", "loop", "training options"), "")
     config = parse_config(file)
@@ -168,7 +168,7 @@ def _config_of(file: Path) -> dict[str, str]:
 
 
 def _cell(values: Sequence[Any]) -> str:
-    """The texts of a group's runs; or their number, or the smallest and the largest of them."""
+    """A cell for a group: the different texts of its runs, or their smallest and largest number."""
     there = [value for value in values if value not in ("", None)]
     if not there:
         return NOT_RECORDED
@@ -180,7 +180,7 @@ def _cell(values: Sequence[Any]) -> str:
 
 
 def _glance(groups: Groups) -> list[Row]:
-    """The mean of the first and of the last third of each curve."""
+    """The table "At a glance": for each chart the means of its first and of its last third."""
     rows = []
     for chart in (chart for charts in PARTS.values() for chart in charts if GLANCE in chart.look):
         curves = [[numbers.curves_of(chart, run) for run in group] for group in groups.values()]
@@ -195,7 +195,7 @@ def _glance(groups: Groups) -> list[Row]:
 
 
 def _change(curves: Sequence[Curve], percent: bool) -> str:
-    """Of the curves of a group's runs; of less than three points the first and the last one."""
+    """First and last third of a group's curves; with fewer than three points first and last."""
     if not curves:
         return NOT_RECORDED
     values = [[curve[x] for x in sorted(curve)] for curve in curves]
@@ -209,7 +209,7 @@ def _change(curves: Sequence[Curve], percent: bool) -> str:
 
 
 def _samples(run: Run) -> tuple[str, list[Row]]:
-    """Why the rollouts of a run cannot be read; rows of its first and of its last collection."""
+    """An error if the rollouts cannot be read, and rows of the first and the last collection."""
     folder = run.directory / "rollouts"
     sizes = {event["collection"]: event["rollouts"] for event in run.of("collected")}
     if not sizes or not folder.is_dir():
@@ -224,13 +224,13 @@ def _samples(run: Run) -> tuple[str, list[Row]]:
                 tokens, start = rollout.tokens_N.tolist(), rollout.prompt_length
                 texts = (one_line(words(ids), MOST) for ids in (tokens[:start], tokens[start:]))
                 rows.append([str(collection), *texts, number(rollout.reward)])
-    except (OSError, ValueError) as error:  # the page is of use without them
+    except (OSError, ValueError) as error:  # the page is useful without samples
         return str(error), []
     return "", rows
 
 
 def _words(directory: Path) -> Callable[[list[int]], str]:
-    """How tokens are shown: as text if the policy has a tokenizer, as ids if not."""
+    """A function that shows tokens: as text if the policy has a tokenizer, else as ids."""
     file = max(directory.glob("policies/v[0-9]*[0-9]/tokenizer.json"), default=None)
     try:
         from tokenizers import Tokenizer
@@ -240,6 +240,6 @@ def _words(directory: Path) -> Callable[[list[int]], str]:
         return lambda ids: " ".join(map(str, ids))
     try:
         tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the package has no class of its own for a file that is wrong
+    except Exception as error:  # tokenizers raises plain Exception for an invalid file
         raise ValueError(f"{file}: {error}") from error
     return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))

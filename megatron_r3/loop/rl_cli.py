@@ -1,4 +1,4 @@
-"""The commands `megatron-r3 rl ...`. The parser is built without torch, numpy and plotly."""
+"""The commands `megatron-r3 rl ...`. Building the parser imports no torch, numpy or plotly."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from megatron_r3.loop.config import Config
 
 _HOSTS = {
-    "sampler": "where it listens, in the place of [sampler] host: 0.0.0.0 for other hosts",
-    "collector": "where the sampler is, in the place of [sampler] host",
+    "sampler": "address to listen on, instead of [sampler] host; 0.0.0.0 lets other hosts in",
+    "collector": "where the sampler is, instead of [sampler] host",
 }
 Commands = argparse._SubParsersAction  # the type of what `add_subparsers` returns
 
@@ -33,7 +33,11 @@ def add_rl(subparsers: Commands[argparse.ArgumentParser]) -> None:
             _collector,
         ),
         ("trainer", "the trainer alone, on this host", _trainer),
-        ("check", "read the config, and what it names, without starting anything", _check),
+        (
+            "check",
+            "check the config and the files that it names, without starting anything",
+            _check,
+        ),
     ):
         command = commands.add_parser(
             name,
@@ -42,9 +46,9 @@ def add_rl(subparsers: Commands[argparse.ArgumentParser]) -> None:
             if name == "check"
             else f"{summary}. The same command goes on where a killed one stopped.",
         )
-        command.add_argument("config", type=Path, metavar="CONFIG.toml", help="the run")
+        command.add_argument("config", type=Path, metavar="CONFIG.toml", help="the run's config")
         if name == "trainer":
-            text = "print the command instead, to be started on several hosts"
+            text = "print the command to start on each host, and train nothing"
             command.add_argument("--print", action="store_true", help=text)
         if host_text := _HOSTS.get(name):
             command.add_argument("--host", metavar="HOST", help=host_text)
@@ -66,13 +70,13 @@ def _add_report(commands: Commands[argparse.ArgumentParser]) -> None:
     add(
         "--out", type=Path, metavar="FILE",
         help="the page (default: report.html in the directory of the run; with several runs this "
-        "option is needed). A page that is there is replaced",
+        "option is needed). An existing file is replaced",
     )  # fmt: skip
     parser.set_defaults(run=_report)
 
 
 def _begin(args: argparse.Namespace) -> Config:
-    """The config of a part that begins."""
+    """Read the config of a part that starts, and keep a copy in the run's directory."""
     from megatron_r3.loop.config import read_config
 
     config = read_config(args.config, getattr(args, "host", None))
@@ -81,7 +85,7 @@ def _begin(args: argparse.Namespace) -> Config:
 
 
 def _interruptible(part: Callable[[argparse.Namespace], int]) -> Callable[..., int]:
-    """Give a part that was told to stop a status of its own: 130, as a shell gives for ctrl-C."""
+    """Have a part that is told to stop exit with status 130, as after ctrl-C in a shell."""
 
     def run(args: argparse.Namespace) -> int:
         from megatron_r3.loop.processes import signals_raise
@@ -90,7 +94,7 @@ def _interruptible(part: Callable[[argparse.Namespace], int]) -> Callable[..., i
             with signals_raise():
                 return part(args)
         except KeyboardInterrupt:
-            print("stopped; the same command goes on", file=sys.stderr)
+            print("stopped; the same command continues", file=sys.stderr)
             return 130
 
     return run
@@ -104,8 +108,8 @@ def _run(args: argparse.Namespace) -> int:
     path, collections = config.directory.path, config.run.collections
     with config.directory.only("supervisor"):
         print(
-            f"{path}: {collections} collections, {_routing(config)}; logs: {path}/logs; a page, at "
-            f"any time: megatron-r3 rl report {path}",
+            f"{path}: {collections} collections, {_routing(config)}; logs: {path}/logs; a report, "
+            f"at any time: megatron-r3 rl report {path}",
             flush=True,
         )
         run(config)
@@ -146,7 +150,7 @@ def _trainer(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    """Read what every part reads first, and start nothing.
+    """Make the checks that the parts make when they start, and start nothing.
 
     Raises:
         ValueError: naming the field.
@@ -181,7 +185,7 @@ def _report(args: argparse.Namespace) -> int:
     """Write the page, and print where it is.
 
     Raises:
-        ValueError: a run is not what it must be, plotly is missing, or --out is.
+        ValueError: a run's files are invalid, plotly is not installed, or --out is needed.
     """
     from megatron_r3.data.whole_file import write_whole
     from megatron_r3.loop.report import read_runs
@@ -190,7 +194,7 @@ def _report(args: argparse.Namespace) -> int:
 
     if args.out is None and len(args.runs) > 1:
         raise ValueError(
-            f"{len(args.runs)} runs have no directory of their own: name the page with --out FILE"
+            f"{len(args.runs)} runs share no directory for the page: name a file with --out FILE"
         )
     runs = read_runs(args.runs)
     out = args.out if args.out is not None else args.runs[0] / "report.html"

@@ -1,4 +1,4 @@
-"""The directory of a run: where its parts meet, and what they write down of it."""
+"""The directory of a run, which sampler, collector and trainer share: its paths, events, locks."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ class RunDirectory:
 
     @property
     def checkpoints(self) -> Path:
-        """The trainer's."""
+        """Megatron's checkpoints of the trainer."""
         return self.path / "checkpoints"
 
     @property
     def metrics(self) -> Path:
-        """What the trainer measured, one JSON line a step."""
+        """What the trainer measured, one JSON line for each step."""
         return self.path / "metrics.jsonl"
 
     @property
     def config(self) -> Path:
-        """The config of the run."""
+        """The copy of the config (`keep_config`)."""
         return self.path / "config.toml"
 
     def events(self, part: str) -> Path:
-        """What a part did, one JSON line an event."""
+        """What a part did, one JSON line for each event."""
         return self.path / "events" / f"{part}.jsonl"
 
     def log(self, part: str) -> Path:
@@ -60,10 +60,10 @@ class RunDirectory:
         return self.path / "logs" / f"{part}.log"
 
     def keep_config(self, file: Path) -> None:
-        """Keep a copy of the config of the run, which may be given more collections later.
+        """Keep a copy of the run's config. A later config may only have more collections.
 
         Raises:
-            ValueError: there is a copy of another one, or of one with more collections.
+            ValueError: `file` differs from the copy in something else, or has fewer collections.
         """
         content = file.read_bytes()
         if not self.config.exists() or self._is_longer(content):
@@ -71,34 +71,34 @@ class RunDirectory:
         if self.config.read_bytes() != content:
             raise ValueError(
                 f"{file}: {self.path} has a run of another config ({self.config}): give another "
-                "[run] directory, or the config as it was; only [run] collections may be raised"
+                "[run] directory, or that config; only [run] collections may be raised"
             )
 
     def _is_longer(self, content: bytes) -> bool:
-        """Whether a config is that of this run with more collections."""
+        """Whether a config is the kept one with more collections, and equal in all else."""
         now, before = (tomllib.loads(text.decode()) for text in (content, self.config.read_bytes()))
         lengths = now["run"].pop("collections"), before["run"].pop("collections")
         return now == before and lengths[0] > lengths[1]
 
     def note(self, writer: str, event: str, **fields: Any) -> None:
-        """Append an event of the part `writer`; `time` is in seconds since 1970."""
+        """Append an event of the part `writer`, with its `time` in seconds since 1970."""
         append_line(self.events(writer), {"time": time.time(), "event": event, **fields})
 
     @contextmanager
     def only(self, part: str) -> Iterator[None]:
-        """Keep a second process of a part away from the directory while the block runs.
+        """Lock the directory for one process of a part while the block runs.
 
         Raises:
-            ValueError: the part runs already.
+            ValueError: another process of the part runs already.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         with (self.path / f".{part}.lock").open("w") as file:
             try:
-                # The kernel frees the lock however this process ends.
+                # The kernel frees the lock when this process ends, even if it is killed.
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise ValueError(
-                    f"{self.path}: a {part} works there already: wait for its end, or stop it"
+                    f"{self.path}: a {part} of this run is running: wait until it ends, or stop it"
                 ) from error
             yield
 

@@ -1,7 +1,8 @@
 """The sampler of a run: the embedded one, or a server that this part starts for a policy.
 
-A server that takes new weights in place is started once, with the newest policy. One that does not
-is started anew as soon as the collector waits for another policy.
+A server that takes new weights in place is started once, with the policy of the next collection. A
+server that does not (in_place = false) is started anew when the next collection needs another
+policy and that policy is published.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ def run_sampler(config: Config) -> int:
     """Run the sampler of a run until all collections are stored, or until it is stopped.
 
     Raises:
-        ValueError: there is nothing to start, or the first policy does not come.
+        ValueError: the config has no command to start, or a policy is not published in time.
     """
     if config.sampler.engine == "embedded":
         return _run_embedded(config)
     if not config.sampler.command:
         raise ConfigError(
-            f"{config.file}: [sampler] command is empty: the server of {config.sampler.url} is "
-            "started by somebody else, so there is no sampler to run here"
+            f"{config.file}: [sampler] command is empty, so there is no sampler to start here: "
+            f"start the server of {config.sampler.url} yourself, or give a command"
         )
     return _run_servers(config)
 
@@ -55,7 +56,7 @@ def _run_embedded(config: Config) -> int:
 
 
 def _run_servers(config: Config) -> int:
-    """Keep a server of the wanted policy running; the exit status of one that ends by itself."""
+    """Keep a server of the wanted policy running; returns its status if it ends by itself."""
     policies, wait = config.directory.policies, config.run.wait
     running: subprocess.Popen[bytes] | None = None
     version, collected = -1, Collected(config)
@@ -81,7 +82,7 @@ def _run_servers(config: Config) -> int:
 
 
 def _wanted(config: Config, stored: int) -> int:
-    """The policy of the collection that is sampled next, if it is there; else the newest one."""
+    """The policy that samples the next collection if it is published; else the newest policy."""
     wanted = config.version_of(stored)
     there = published(config.directory.policies)
     return wanted if wanted in there else max(there, default=0)
@@ -91,7 +92,7 @@ def _command(config: Config, policy: PublishedPolicy) -> list[str]:
     sampler = config.sampler
     values = {
         "model": str(policy.path),
-        # another name at each start: the collector verifies each server, not each policy
+        # a new name at each start, so that the collector verifies a restarted server too
         "version": f"{policy.name}.{secrets.token_hex(2)}",
         "host": sampler.host,
         "port": str(sampler.port),

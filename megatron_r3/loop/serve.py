@@ -1,13 +1,13 @@
-"""Megatron's own inference server, for a tree that has no tools/ (the one on PyPI).
+"""Megatron's own inference server, for a tree without tools/, such as the one on PyPI.
 
     torchrun ... -m megatron_r3.loop.serve --load CKPT --moe-enable-routing-replay --port 5000 \\
         --micro-batch-size 1 <Megatron's model arguments>
 
-Engine and server are Megatron's, of 0.19 and later; the tree must be patched, or requests lose
-their routes. A checkout's tools/run_dynamic_text_generation_server.py starts the same server. This
-script adds one page, /server_info, on which `megatron-r3 rollouts collect` sees whether it is still
-the same server with the same weights. A request that would end the engine is answered with 400. The
-weights of the checkpoint are loaded whole, or not at all.
+Engine and server are those of Megatron 0.19 and later; the tree must be patched, or responses have
+no routes. In a git checkout tools/run_dynamic_text_generation_server.py starts the same server.
+This script adds three things. A page /server_info tells `megatron-r3 rollouts collect` whether
+server and weights are still the same. A request that would end the engine is answered with 400. A
+checkpoint that does not fit the model exactly is refused.
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ from megatron_r3.weights.checkpoint import check_load, load_whole
 
 def _arguments(parser: Any) -> Any:
     group = parser.add_argument_group(title="serve")
-    group.add_argument("--host", default="127.0.0.1", help="address to listen at")
-    group.add_argument("--port", type=int, default=5000, help="port to listen at")
-    group.add_argument("--parsers", nargs="*", default=[], help="of a response, as upstream's")
+    group.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    group.add_argument("--port", type=int, default=5000, help="port to listen on")
+    text = "parsers of a response, as of Megatron's own server script"
+    group.add_argument("--parsers", nargs="*", default=[], help=text)
     return parser
 
 
-TOLD_TO_END = 128 + signal.SIGTERM  # what a shell says of a process that SIGTERM ended
+TOLD_TO_END = 128 + signal.SIGTERM  # the exit status that a shell gives a process after SIGTERM
 
 
 def main() -> None:
-    """Serve until the process is told to end. Every rank runs this; the first one answers."""
-    # at SIGTERM, too, the processes that answer HTTP are ended with this one
+    """Serve until the process is told to end. Every rank runs this; rank 0 answers HTTP."""
+    # an exception at SIGTERM, so that `_serve` ends the processes that answer HTTP
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(TOLD_TO_END))
     try:
         args = _initialized()
@@ -51,8 +52,10 @@ def main() -> None:
         listening = _listen(args.host, args.port) if torch.distributed.get_rank() == 0 else None
         model, step = build_model(args), _step_of(args)
         load_whole([model], args)
-        if _step_of(args) != step:  # nobody knows which of both was loaded
-            raise ValueError(f"--load {args.load}: another checkpoint was saved there meanwhile")
+        if _step_of(args) != step:  # either of the two may have been loaded
+            raise ValueError(
+                f"--load {args.load}: another checkpoint was saved there meanwhile: start again"
+            )
         with torch.inference_mode():
             asyncio.run(_serve(_engine(model.eval(), args), args, step, listening))
     except ValueError as error:
@@ -62,7 +65,7 @@ def main() -> None:
 
 
 def _initialized() -> Any:
-    """Megatron's arguments, once they were checked.
+    """Megatron's arguments, checked.
 
     Raises:
         ValueError: Megatron refuses them, or no routes would be recorded.
@@ -76,15 +79,15 @@ def _initialized() -> Any:
         raise ValueError(f"responses would lose their routes: {why}")
     if not engine_records():
         raise ValueError(
-            "responses would lose their routes: this tree has no patches of the group engine (0.17 "
-            "to main have them; make status shows which groups are in)"
+            "responses would lose their routes: this tree lacks the patches of the group engine "
+            "(0.17 to main can have them; make status shows which groups a tree has)"
         )
     if not args.moe_enable_routing_replay:
         raise ValueError("give --moe-enable-routing-replay: without it no response has routes")
     if args.transformer_impl == "inference_optimized":
         raise ValueError(
-            "--transformer-impl inference_optimized: nobody has shown that its layers record what "
-            "they choose; use another"
+            "--transformer-impl inference_optimized: not tested, its layers may not record their "
+            "routes; give local or transformer_engine"
         )
     check_load(args)
     return args
@@ -100,10 +103,10 @@ def _step_of(args: Any) -> str:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A socket that no other server shares, taken before the weights are loaded.
+    """A socket that no other server shares, opened before the weights are loaded.
 
-    Upstream lets several processes listen at one port (SO_REUSEPORT), which is how its own four
-    share the requests. A second server at the port would take some of them, with other weights.
+    Upstream opens the port with SO_REUSEPORT, by which its four processes share the requests. A
+    second server on the port would then take some of the requests, with other weights.
 
     Raises:
         ValueError: the port is taken.
@@ -121,13 +124,13 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _end_with_parent() -> None:
-    """In a child: have the kernel end it when its parent is gone, even by SIGKILL."""
+    """In a child: have the kernel end the child when its parent ends, even by SIGKILL."""
     pr_set_pdeathsig = 1  # linux/prctl.h
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def _engine(model: torch.nn.Module, args: Any) -> Any:
-    """The engine over a model.
+    """Megatron's dynamic engine for a model.
 
     Raises:
         ValueError: this Megatron is too old, or the engine refuses an option.
@@ -136,8 +139,8 @@ def _engine(model: torch.nn.Module, args: Any) -> Any:
         from megatron.training.argument_utils import inference_cfg_from_args
     except ImportError as error:
         raise ValueError(
-            "this Megatron has no engine config from arguments (0.19 has): start its own "
-            "tools/run_dynamic_text_generation_server.py"
+            "this Megatron has no megatron.training.argument_utils.inference_cfg_from_args, which "
+            "0.19 has: start its own tools/run_dynamic_text_generation_server.py"
         ) from error
     from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
     from megatron.core.inference.engines import DynamicInferenceEngine
@@ -185,12 +188,12 @@ async def _serve(engine: Any, args: Any, step: str, listening: socket.socket | N
     finally:
         if listening is not None:
             server.stop_text_gen_server()
-            # upstream ends this process only if a client asks for it, and Python would wait for it
+            # upstream ends the coordinator only at a client's request, and Python would wait for it
             engine.inference_coordinator_process.kill()
 
 
 def _identity(checkpoint: str, step: str) -> dict[str, str]:
-    """What /server_info says: the version of Megatron, the checkpoint, and its iteration."""
+    """The content of /server_info: Megatron's version, the checkpoint, and its iteration."""
     import megatron.core
 
     return {
@@ -203,7 +206,7 @@ def _identity(checkpoint: str, step: str) -> dict[str, str]:
 def why_refused(body: Any, vocabulary: int) -> str | None:
     """Why a request would end Megatron's engine, and all other requests with it; None if not.
 
-    What upstream itself answers with an error is left to upstream.
+    Invalid requests that upstream itself answers with an error pass here.
 
     Args:
         body: the JSON of a completion, or of a chat.
@@ -216,12 +219,12 @@ def why_refused(body: Any, vocabulary: int) -> str | None:
     logprobs = body.get("logprobs")
     if logprobs is None or logprobs is False:
         return (
-            "logprobs: requests with and without log-probs in one engine end it when it is short "
-            "of memory; give 0 (in a chat true)"
+            "logprobs: requests with and without log-probs in one engine end the engine when it is "
+            "short of memory; give logprobs 0, or in a chat true"
         )
     most = _number(body, "top_logprobs" if logprobs is True else "logprobs", 0)
     if not most <= vocabulary:
-        return f"{most:g} log-probs for each token: there are {vocabulary} token ids"
+        return f"{most:g} log-probs for each token: there are {vocabulary} token ids; ask for fewer"
     length = _number(body, "max_completion_tokens", 0) or _number(body, "max_tokens", 1)
     if not length >= 1:
         return f"max_tokens {length:g}: ask for at least 1"
@@ -229,22 +232,22 @@ def why_refused(body: Any, vocabulary: int) -> str | None:
 
 
 def _why_no_sampling(body: dict[str, Any], vocabulary: int) -> str | None:
-    """Why sampling would end the engine; None if not."""
+    """Why the sampling parameters would end the engine; None if not."""
     temperature = _number(body, "temperature", 1)
-    if temperature == 0:  # upstream takes the best token, and reads neither top_k nor top_p
+    if temperature == 0:  # upstream takes the likeliest token, and ignores top_k and top_p
         return None
     if not 1e-6 <= temperature < float("inf"):
-        return f"temperature {temperature:g}: expected 0, or a number from 1e-6 on"
+        return f"temperature {temperature:g}: expected 0, or 1e-6 or more"
     topk, topp = _number(body, "top_k", 0), _number(body, "top_p", 1)
     if not topk < vocabulary or not 0 <= topp <= 1:
-        return f"top_k {topk:g}, top_p {topp:g}: expected less than {vocabulary}, and 0 to 1"
+        return f"top_k {topk:g}, top_p {topp:g}: give a top_k below {vocabulary}, a top_p of 0 to 1"
     if topk > 0 and topp > 0:
-        return f"top_k {topk:g} and top_p {topp:g}: one of both must be 0; top_p is 1 by default"
+        return f"top_k {topk:g} and top_p {topp:g}: one of them must be 0; top_p is 1 by default"
     return None
 
 
 def _number(body: dict[str, Any], name: str, default: float) -> float:
-    """A number of a request, read as upstream reads it; what is no number gets its answer there."""
+    """A number of a request, as upstream reads it; `default` for what upstream will refuse."""
     try:
         return float(default if body.get(name) is None else body[name])
     except (TypeError, ValueError):
@@ -252,7 +255,7 @@ def _number(body: dict[str, Any], name: str, default: float) -> float:
 
 
 def _why_no_prompt(prompt: Any, vocabulary: int) -> str | None:
-    """Why a prompt would end the engine; None if not. A chat has none."""
+    """Why a prompt would end the engine; None if not. `prompt` is None in a chat."""
     prompts = prompt if isinstance(prompt, list) else [prompt]
     for one in [prompts] if all(isinstance(part, int) for part in prompts) else prompts:
         if one == [] or (isinstance(one, str) and not one.strip()):
@@ -265,9 +268,9 @@ def _why_no_prompt(prompt: Any, vocabulary: int) -> str | None:
 
 
 def _add_page(page: dict[str, str], vocabulary: int) -> None:
-    """Have the server answer GET /server_info with this page, and refuse what would end it.
+    """Have the server answer GET /server_info with `page`, and refuse requests by `why_refused`.
 
-    Upstream registers every blueprint of a list in each process that answers HTTP.
+    Upstream registers every blueprint of `endpoints.__all__` in each process that answers HTTP.
     """
     from megatron.core.inference.text_generation_server.dynamic_text_gen_server import endpoints
     from quart import Blueprint, request

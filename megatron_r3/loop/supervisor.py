@@ -1,6 +1,6 @@
-"""Runs the three parts of a run, and starts a part again that has died.
+"""Starts sampler, collector and trainer of a run, and restarts each of them that dies.
 
-Every part can equally be started alone: `megatron-r3 rl sampler`, `rl collector`, `rl trainer`.
+Every part can also be started alone: `megatron-r3 rl sampler`, `rl collector`, `rl trainer`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_r3.loop.trainer import is_trained
 
 PART = "supervisor"
 _POLL_S = 0.1
-_BEGIN = "--- started"  # a line of a log: what follows is of the process that runs now
+_BEGIN = "--- started"  # a line of a log: a new process begins here
 
 
 class RunFailed(ValueError):
@@ -27,16 +27,16 @@ class RunFailed(ValueError):
 def run(config: Config) -> None:
     """Run a run to its end, and print a line for each collection.
 
-    Whoever calls this sees to it that signals raise (rl_cli.py). A run that is over starts no part.
+    The caller makes signals raise (`signals_raise`). If the run is over, no part is started.
 
     Raises:
-        RunFailed: a part refused something, or died too often.
+        RunFailed: a part ended with an error message, or died too often.
     """
     if is_trained(config):
         return
     parts = ["sampler", "collector", "trainer"]
     if config.sampler.engine != "embedded" and not config.sampler.command:
-        parts.remove("sampler")  # somebody else runs the server
+        parts.remove("sampler")  # the user runs the server
     running = {part: _start(config, part) for part in parts}
     deaths = dict.fromkeys(parts, 0)
     events, size, lines = config.directory.events("collector"), 0, len(told(config))
@@ -72,10 +72,10 @@ def _start(config: Config, part: str) -> subprocess.Popen[bytes]:
 
 
 def _ended(config: Config, part: str, status: int, deaths: dict[str, int]) -> bool:
-    """Note how a part ended; whether it is done, and need not be started again.
+    """Write an event of a part's end; whether the part is done and needs no restart.
 
     Raises:
-        RunFailed: to start it again is of no use.
+        RunFailed: a restart would not help, or there were too many.
     """
     # --exit-interval and the like end a training before its last collection, with status 0
     done = status == 0 and (part != "trainer" or is_trained(config))
@@ -85,7 +85,7 @@ def _ended(config: Config, part: str, status: int, deaths: dict[str, int]) -> bo
     deaths[part] += 1
     log = config.directory.log(part)
     if status == 1 and (error := _refusal(log)):
-        # to start it again is of no use
+        # the same command would fail with the same error
         raise RunFailed(f"{part} (status {status}, {log}): {error}")
     if deaths[part] > config.run.restarts:
         raise RunFailed(f"{part} died {deaths[part]} times (status {status}); see {log}")
@@ -94,7 +94,7 @@ def _ended(config: Config, part: str, status: int, deaths: dict[str, int]) -> bo
 
 
 def _refusal(log: Path) -> str:
-    """What a part that refused something said in the end; empty for a part that was killed."""
+    """The last `error: ` line of a part's newest process; empty if that was killed."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     started = max((i for i, line in enumerate(lines) if line == _BEGIN), default=-1)
     errors = [line for line in lines[started + 1 :] if line.startswith("error: ")]

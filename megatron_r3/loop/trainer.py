@@ -1,4 +1,4 @@
-"""The trainer of a run: the command that trains on the store, and publishes policies."""
+"""The trainer of a run: the command that trains on the store and publishes policies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_r3.loop.published import published
 
 PART = "trainer"
 _TRACKER = "latest_checkpointed_iteration.txt"
-# what `rl trainer` gives by itself
+# options that `rl trainer` adds itself, so a config must not have them
 _OURS = (
     *("--rollouts", "--rollouts-follow", "--rollouts-publish", "--rollouts-publish-interval"),
     *("--rollouts-publish-like", "--rollouts-publish-keep", "--rollouts-log", "--train-iters"),
@@ -24,10 +24,10 @@ _OURS = (
 
 
 def trainer_command(config: Config) -> list[str]:
-    """The command that begins the training of a run, or goes on with it.
+    """The command that begins or resumes the training of a run.
 
     Raises:
-        ConfigError: the arguments name what the loop decides.
+        ConfigError: the arguments have an option that the loop adds, or numbers that do not fit.
     """
     trainer, directory = config.trainer, config.directory
     arguments = [word for text in trainer.arguments for word in shlex.split(text)]
@@ -48,10 +48,10 @@ def trainer_command(config: Config) -> list[str]:
     loop += ["--train-iters", str(config.run.collections * steps)]
     loop += ["--save", str(directory.checkpoints)]
     loop += ["--save-interval", str(steps * trainer.checkpoint_every)]
-    # Megatron begins with the second where the first has no checkpoint yet. So the command is the
-    # same at every start, and whoever starts jobs need not know what was there before.
+    # Megatron loads --pretrained-checkpoint if --load has no checkpoint yet. So the command is the
+    # same at the first start and at a resume.
     loop += ["--load", str(directory.checkpoints)]
-    # A run that is made longer has another schedule of the learning rate than its checkpoint.
+    # A run with more collections has another learning rate schedule than its checkpoint.
     if not any(word.startswith("--use-checkpoint-opt") for word in arguments):
         loop += ["--override-opt_param-scheduler"]
     loop += ["--pretrained-checkpoint", str(config.path(config.policy.checkpoint))]
@@ -59,7 +59,7 @@ def trainer_command(config: Config) -> list[str]:
 
 
 def _sizes_in(arguments: list[str]) -> argparse.Namespace:
-    """The numbers in a trainer's arguments that must fit; a batch of 0 was not given."""
+    """The numbers in a trainer's arguments that must fit the run; batch size 0: not given."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--global-batch-size", type=int, default=0)
     parser.add_argument("--rollouts-mini-steps", type=int, default=1)
@@ -73,8 +73,8 @@ def _sizes_in(arguments: list[str]) -> argparse.Namespace:
 def _check_sizes(config: Config, arguments: list[str]) -> None:
     """Refuse numbers that do not fit the run.
 
-    A trainer must use a collection, no more and no less, before it publishes; and the learning rate
-    must have risen before the last step, of which Megatron says no more than an assertion.
+    Between two versions a trainer must use exactly one collection. And the warm-up of the learning
+    rate must end before the last step: Megatron's own check is an assertion without an explanation.
 
     Raises:
         ConfigError: naming the numbers.
@@ -101,8 +101,8 @@ def _check_sizes(config: Config, arguments: list[str]) -> None:
         ),
         (
             alone,
-            "[prompts] samples 1: a reward is compared with those of the other samples of its "
-            "prompt, so every advantage would be 0: give 2 or more",
+            "[prompts] samples 1: a reward is compared with the rewards of the prompt's other "
+            "samples, so every advantage would be 0: give 2 or more",
         ),
         (
             rising >= until,
@@ -117,17 +117,17 @@ def _check_sizes(config: Config, arguments: list[str]) -> None:
 
 
 def printed_command(config: Config) -> str:
-    """The command for whoever starts the trainer on several hosts, the same for every start.
+    """The command to start the trainer on several hosts, the same for each start of a run.
 
-    It is `true` where no step is left: a job that is queued again after its end has nothing to do.
+    If no step is left, the command is `true`, so that a job that is queued once more does nothing.
 
     Raises:
-        ConfigError: without `launch` it would be a training of its own on each host.
+        ConfigError: `launch` is missing; each host would then run a training of its own.
     """
     if not config.trainer.launch:
         raise ConfigError(
-            f"{config.file}: [trainer] launch is missing: the command that runs a script on every "
-            "host of yours, e.g. torchrun with --nnodes and --rdzv-endpoint"
+            f"{config.file}: [trainer] launch is missing: --print needs the command that runs a "
+            "script on every host, e.g. torchrun with --nnodes and --rdzv-endpoint"
         )
     if is_trained(config):
         return "true"
@@ -139,7 +139,7 @@ def _launch(config: Config) -> list[str]:
     if config.trainer.launch:
         return list(config.trainer.launch)
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    # the host's own name may resolve to nothing
+    # not the host's own name, which DNS may not know
     return [*words, "--local-addr", "127.0.0.1", "--nproc-per-node", str(config.trainer.processes)]
 
 
@@ -152,7 +152,7 @@ def _script(config: Config) -> list[str]:
 
 
 def trainer_environment(config: Config) -> dict[str, str]:
-    """The variables of the trainer: its tree and this package can be imported."""
+    """The trainer's environment variables; PYTHONPATH has its tree and this package."""
     package = Path(megatron_r3.__file__).parents[1]
     given = config.trainer.environment
     paths = [str(config.path(config.trainer.megatron)), str(package)]
@@ -164,7 +164,8 @@ def trainer_environment(config: Config) -> dict[str, str]:
 def is_trained(config: Config) -> bool:
     """Whether no step is left: the last policy is published, and its checkpoint is saved.
 
-    Megatron writes the tracker when a checkpoint is whole. The policy comes before it.
+    The last policy is published before the last checkpoint, and Megatron writes the tracker file
+    when a checkpoint is complete.
     """
     last = config.run.collections
     if last not in published(config.directory.policies):
@@ -174,7 +175,7 @@ def is_trained(config: Config) -> bool:
 
 
 def run_trainer(config: Config) -> int:
-    """Train; the exit status of the command, and 0 where no step is left."""
+    """Train; returns the command's exit status, or 0 if no step is left."""
     if is_trained(config):
         return 0
     config.directory.path.mkdir(parents=True, exist_ok=True)

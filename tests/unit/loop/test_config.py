@@ -60,7 +60,7 @@ def file(tmp_path):
         ("port = 30000", "examine = -1", "examine -1: it must be 0 or more"),
         ('"checkpoint"', '"${NO_SUCH}/p"', "variable NO_SUCH is not set"),
         ("port = 30000", "in_place = false", "in_place false needs a command"),
-        ("port = 30000", 'command = ["x"]', "has no command of yours"),
+        ("port = 30000", 'command = ["x"]', "the embedded sampler needs none"),
         ("port = 30000", "temperature = 0", "temperature 0: it must be above 0"),
         ("port = 30000", "top_p = 1.5", r"top_p 1.5: it must be at most 1"),
         ('megatron = "megatron"', 'megatron = "~/nowhere"', r"nowhere has no megatron/core"),
@@ -69,9 +69,9 @@ def file(tmp_path):
         (
             "[prompts]",
             "[extra]\n[prompts]",
-            r"\[extra\] is no table of a run; they are run",
+            r"\[extra\]: no such table; there are run",
         ),
-        ("[prompts]", "[file]\n[prompts]", r"\[file\] is no table of a run"),
+        ("[prompts]", "[file]\n[prompts]", r"\[file\]: no such table"),
         ("[prompts]", "[degrade]\nfp8 = 1\n[prompts]", "fp8: expected true or false; got 1"),
         ("[run]", "[run", "not TOML"),
         ("[policy]", "[policy]\nkeep = 1", "keep 1: with lag 0 and .* every 1 .* give 2 or more"),
@@ -97,7 +97,7 @@ def test_without_pydantic_a_run_says_what_to_install(file):
     code += f"sys.exit(main(['rl', 'trainer', {str(file)!r}, '--print']))"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert told.returncode == 1
-    assert told.stderr == "error: a run's config takes pydantic: pip install 'megatron-r3[loop]'\n"
+    assert told.stderr == "error: a run's config needs pydantic: pip install 'megatron-r3[loop]'\n"
 
 
 def test_policies_are_kept_for_a_trainer_that_goes_on_from_its_checkpoint(file):
@@ -236,7 +236,7 @@ def test_a_directory_has_one_config_and_one_process_of_a_part(file, capsys):
     directory.keep_config(file)
     with (
         directory.only("collector"),
-        pytest.raises(ValueError, match="a collector works there already"),
+        pytest.raises(ValueError, match="a collector of this run is running"),
         directory.only("collector"),
     ):
         pass

@@ -173,7 +173,7 @@ def test_a_load_that_changed_nothing_is_found_where_the_floor_is_wide(policies):
     wide = PushFloor([Difference(0.25, 0.25, (0.6, 0.6))])
     with served(Stale()) as url:
         push(url, second, replace(wide))
-        with pytest.raises(PushError, match="it has the weights of before"):
+        with pytest.raises(PushError, match="the sampler still has the old weights"):
             push(url, second, wide, before=first.probe)
     with served() as url:
         push(url, second, wide, before=first.probe)
@@ -257,7 +257,7 @@ def test_files_that_the_trainer_did_not_write_are_refused(tmp_path):
     policy.check_files()
     extra = folder / "extra.safetensors"
     extra.write_text("")
-    with pytest.raises(PolicyError, match="was not published with it"):
+    with pytest.raises(PolicyError, match="was not published with this policy"):
         policy.check_files()
     extra.unlink()
     save_model(folder, seed=3)

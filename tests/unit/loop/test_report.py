@@ -394,7 +394,7 @@ def test_without_plotly_the_error_says_how_to_get_it(
     monkeypatch.delitem(sys.modules, "plotly.offline", raising=False)
     monkeypatch.delitem(sys.modules, "megatron_r3.loop.report_page", raising=False)
     assert main(["rl", "report", str(run)]) == 1
-    assert "takes plotly: pip install 'megatron-r3[report]'" in capsys.readouterr().err
+    assert "needs plotly: pip install 'megatron-r3[report]'" in capsys.readouterr().err
     monkeypatch.undo()
     assert main(["rl", "report", str(run)]) == 0  # the control
     assert (run / "report.html").is_file()

@@ -23,9 +23,9 @@ NAN = float("nan")
         ({"logprobs": 65}, "65 log-probs for each token: there are 64 token ids"),
         ({"max_tokens": 0}, "max_tokens 0: ask for at least 1"),
         ({"max_tokens": NAN}, "max_tokens nan"),  # not sent
-        ({"top_k": 3}, "top_k 3 and top_p 1: one of both must be 0"),
-        ({"top_k": 64, "top_p": 0}, "top_k 64, top_p 0: expected less than 64"),
-        ({"top_p": 1.5}, "top_k 0, top_p 1.5: expected less than 64, and 0 to 1"),
+        ({"top_k": 3}, "top_k 3 and top_p 1: one of them must be 0"),
+        ({"top_k": 64, "top_p": 0}, "top_k 64, top_p 0: give a top_k below 64"),
+        ({"top_p": 1.5}, "top_k 0, top_p 1.5: give a top_k below 64, a top_p of 0 to 1"),
         ({"top_p": NAN}, "top_p nan"),  # not sent
         ({"temperature": -1}, "temperature -1"),  # samples the least likely tokens
         ({"temperature": NAN}, "temperature nan"),  # not sent
