@@ -175,9 +175,9 @@ def patch() -> None:
 def _init_with_cp(upstream: Callable[..., None]) -> Callable[..., None]:
     """A constructor of DotProductAttention that accepts CP and the head sizes of MLA.
 
-    Upstream's constructor refuses both, so it gets CP 1 and one head size: that of the values,
-    which is the output's. Example: 16 heads, keys of 192 channels, values of 128: the output has
-    16 * 128.
+    Upstream's constructor refuses both, so it is called with CP 1 and with the head size of the
+    values, which gives the size of the output. Example: with 16 heads, keys of 192 channels and
+    values of 128 the output has 16 * 128.
     """
 
     def init(

@@ -7,8 +7,8 @@ token for experts 1 and 2 is sent as two rows, one to each rank.
 
 The module follows the docstrings of deep_ep/buffer.py and deep_ep/utils.py in
 github.com/deepseek-ai/DeepEP. As in DeepEP's intranode kernels, received rows are ordered by
-sender, then by token, and sums are in float32. Two things differ: nothing overlaps here, and this
-module takes any dtype but FP8, where DeepEP takes only bfloat16 and FP8.
+sender, then by token, and sums are in float32. Two things differ: nothing overlaps here, and
+activations may have other dtypes than bfloat16, but not DeepEP's FP8 with scales.
 
 Shape suffixes (docs/glossary.md): T, K, E, R.
 """
@@ -81,7 +81,7 @@ class Handle(NamedTuple):
 
     Attributes:
         tokens: how many tokens this rank had.
-        rows: for each row that this rank sent its token; the rows are sorted by destination.
+        rows: the token of each row that this rank sent, in the order of the destination ranks.
             Example: tokens 0 and 2 go to rank 0, token 1 to both ranks: [0, 1, 2, 1].
         sent: how many rows this rank sent to each rank; in the example [3, 1].
         received: how many rows this rank got from each rank.
@@ -130,7 +130,7 @@ class Buffer:
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> _Config:
-        """DeepEP's config for dispatching; what it says changes nothing here."""
+        """DeepEP's config for dispatching, which changes nothing here."""
         return _Config()
 
     get_combine_config = get_dispatch_config

@@ -33,8 +33,8 @@ def is_users_mistake(error: BaseException) -> bool:
     return package in Path(frame.f_code.co_filename).parents
 
 
-# Arguments of CPU_ARGS, each with a word of the error that Megatron raises without it: the word is
-# in the last frame or in the message. Without any other one of CPU_ARGS no error was seen.
+# Arguments of CPU_ARGS, each with a word that is in the last frame or the message of the error that
+# Megatron raises without the argument. The other arguments were left out too, and no error came.
 _SIGNS = {
     "--distributed-backend=gloo": "NCCL",
     "--transformer-impl=local": "TESpecProvider",

@@ -49,7 +49,7 @@ def _layer(kind: type, *names: str, num_experts: int | None = None) -> ModuleSpe
 
     Args:
         kind: the module class of the layer.
-        names: those submodules.
+        names: the names of these submodules.
         num_experts: None for a dense MLP; any number for a MoE layer, since the real number comes
             from the config.
     """

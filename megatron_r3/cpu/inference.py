@@ -132,7 +132,7 @@ def _gathered(cache: torch.Tensor, blocks: torch.Tensor, length: int) -> torch.T
 def _attention(
     q_QAF: torch.Tensor, k_ZAF: torch.Tensor, v_ZAF: torch.Tensor, scale: float | None
 ) -> torch.Tensor:
-    """Causal softmax(QK)V `[Q, A, F]`; the queries are those of the last Q of Z tokens."""
+    """Causal softmax(QK)V `[Q, A, F]` of Z tokens; the queries are those of the last Q tokens."""
     scale = scale or q_QAF.shape[-1] ** -0.5
     group = q_QAF.shape[1] // k_ZAF.shape[1]
     k_ZAF, v_ZAF = (part.repeat_interleave(group, dim=1) for part in (k_ZAF, v_ZAF))

@@ -165,10 +165,10 @@ def _skip_fused_kernels() -> None:
 
 
 def _skip_jit_warm_up() -> None:
-    """Skip the warm-up of fused functions, which draws random numbers, as many as the layout says.
+    """Skip the warm-up of fused functions: how many random numbers it draws depends on the layout.
 
-    On the CPU there is one random stream for everything. After the warm-up runs of two layouts
-    would go on with different random numbers.
+    On the CPU there is only one random stream, so after the warm-up two layouts would go on with
+    different random numbers.
     """
     initialize = _import("megatron.training.initialize")
     if initialize is not None:
@@ -201,7 +201,7 @@ def patch_index_builder() -> None:
     """Have Megatron's dataset index builder (helpers.cpp) compiled outside of Megatron's tree.
 
     Upstream's `compile_helpers` runs `make` in Megatron's tree with the pybind11 of whatever
-    `python3` is found first. It ends the process if that fails, and the sources on PyPI have no
+    `python3` is found first, and ends the process if `make` fails. The sources on PyPI have no
     Makefile. Here the library is built with torch's copy of pybind11, into a cache from which every
     rank imports it.
     """

@@ -1,4 +1,4 @@
-"""The collector of a run: for each collection it waits for the policy, pushes it, and samples.
+"""The collector of a run: per collection, wait for the policy, push the policy, and sample.
 
 A stored collection is not sampled again, so the collector can be killed and started again at any
 moment. With the embedded sampler the rollouts are then the same, bit for bit.
@@ -99,7 +99,7 @@ class Collector:
             self._collect(number, policy)
 
     def prompts_of(self, collection: int) -> list[Prompt]:
-        """The prompts of a collection; after the file's last prompt its first one follows."""
+        """The prompts of a collection; the last prompt of the file is followed by the first."""
         size = self.config.prompts.per_collection
         first = collection * size
         return [self.prompts[i % len(self.prompts)] for i in range(first, first + size)]
@@ -168,7 +168,7 @@ class Collector:
         return read_policy(self.directory.policies, pushed[-1]).probe
 
     def _note_start(self, policy: PublishedPolicy, shown: Difference | None) -> None:
-        """Record the probe of a server before the first push; `shown` as of compare_the_start."""
+        """Record what `Pusher.compare_the_start` returned for a server before the first push."""
         if shown is not None:
             self.directory.note(PART, "compared", version=policy.version, **_numbers(shown))
         elif self.config.sampler.engine != "embedded":

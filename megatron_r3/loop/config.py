@@ -31,7 +31,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-# the file whose patch makes Megatron train on rollouts: it tells a patched tree
+# a file that a patch changes so that Megatron trains on rollouts: an unpatched tree is refused
 _PATCHED = "megatron/training/training.py"
 
 

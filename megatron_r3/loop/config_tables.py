@@ -33,7 +33,7 @@ class RunTable(Table):
         lag: policy c - lag samples collection c; policy 0 samples the first ones.
         seed: the seeds of all samples derive from this one.
         wait: seconds that a part waits for another part.
-        restarts: how often `rl run` restarts a part that died.
+        restarts: how often `rl run` restarts each part if it dies.
     """
 
     directory: str
@@ -130,8 +130,8 @@ class TrainerTable(Table):
         arguments: Megatron's arguments: model, layout, batch sizes, learning rate, loss. Each text
             is split into words as a shell does it. `rl trainer` adds the loop's own arguments.
         steps: optimizer steps on a collection: mini-steps times epochs.
-        checkpoint_every: collections from one checkpoint to the next. After the last collection a
-            checkpoint is always saved. A killed trainer repeats the steps since the last one.
+        checkpoint_every: collections from one checkpoint to the next; the last collection always
+            has one. A killed trainer repeats the steps after its newest checkpoint.
         environment: environment variables of the trainer.
     """
 

@@ -190,7 +190,7 @@ _FIXED = {"min_p": 0.0, "n": 1}
 
 
 def _sampling(params: list[Mapping[str, Any]]) -> Sampling:
-    """The sampling that all prompts of a request share; each has a seed of its own."""
+    """The sampling parameters that all prompts of a request share; only the seeds may differ."""
     first = {**_DEFAULTS, **params[0]}
     for one in params:
         unknown = one.keys() - _DEFAULTS.keys() - _FIXED.keys() - PLAIN.keys() - {"sampling_seed"}

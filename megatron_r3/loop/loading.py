@@ -69,7 +69,7 @@ class Loader:
             LoadError: the server lacks the page that reports it, or the page has another content.
         """
         if self.engine != "vllm":
-            # not /server_info: there SGLang 0.5.23 reports the version of its start for ever
+            # not /server_info: there SGLang 0.5.23 goes on reporting the version of its start
             return await self._read("/model_info", lambda page: page["weight_version"])
         if not self.in_place:
             return await self.model_name()

@@ -107,7 +107,7 @@ class Publisher:
                 self._remove_old()
 
     def _write(self, version: int, iteration: int, probe: Probe | None) -> int:
-        """Write a version; if it was published before, compare the weights of now with its bytes.
+        """Write a version; if it was published before, compare its bytes with the current weights.
 
         Returns:
             The size of the weights in bytes; 0 if the version was published before.
@@ -176,7 +176,7 @@ def _device() -> str:
 
 
 def _refuse_other(before: PublishedPolicy, now: PublishedPolicy) -> None:
-    """Refuse to go on if a published version, which may have sampled, has other weights than now.
+    """Refuse to go on if a version, which may have sampled already, was published otherwise.
 
     Raises:
         ValueError: naming the files that differ.

@@ -62,8 +62,8 @@ class PublishedPolicy:
     def is_named(self, served: str) -> bool:
         """Whether a server that reports `served` has this policy.
 
-        A server that `rl sampler` starts with a policy has a suffix of its own in the name
-        (sampler.py): v000003-0123456789abcdef.4a1f. So a restart of the server shows.
+        `rl sampler` adds a random suffix to the name at each start of a server (sampler.py):
+        v000003-0123456789abcdef.4a1f. So the collector notices when a server was restarted.
         """
         return served == self.name or served.startswith(f"{self.name}.")
 

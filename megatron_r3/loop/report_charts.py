@@ -15,7 +15,7 @@ from megatron_r3.loop.report_contents import LOG, MAP, OFF_ZERO, PERCENT, STAGES
 from megatron_r3.loop.report_numbers import Groups, Line, duration, lines_of, number
 from megatron_r3.replay.words import one_line
 
-COLOURS = 8  # of groups, in report.css; from the ninth group on they repeat, with dashed lines
+COLOURS = 8  # of groups, in report.css; the ninth group has the first colour and dashed lines
 Drawn = tuple[list[dict[str, Any]], dict[str, Any]]  # traces, and a layout
 Lines = Mapping[str, Line]  # of a group, by name
 

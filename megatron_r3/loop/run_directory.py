@@ -75,7 +75,7 @@ class RunDirectory:
             )
 
     def _is_longer(self, content: bytes) -> bool:
-        """Whether a config is the kept one with more collections, and equal in all else."""
+        """Whether a config differs from the kept copy only in having more collections."""
         now, before = (tomllib.loads(text.decode()) for text in (content, self.config.read_bytes()))
         lengths = now["run"].pop("collections"), before["run"].pop("collections")
         return now == before and lengths[0] > lengths[1]

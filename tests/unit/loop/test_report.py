@@ -186,7 +186,9 @@ def test_runs_stand_side_by_side(compared: tuple[Path, str]) -> None:
     assert page.row("device") == ["cpu"]  # the same for both
     off = "off: the trainer chose its experts live"
     assert page.row("replay") == [off, "on: routes from rollout (R3)"]
-    assert page.text.count(f"replay is {off}; --moe-router-replay makes it use") == 2  # of two seeds
+    assert (
+        page.text.count(f"replay is {off}; --moe-router-replay makes it use") == 2
+    )  # of two seeds
     assert page.row("training options") == [
         "--rollouts-loss grpo --lr 4e-4",
         "--moe-router-replay --rollouts-loss grpo --lr 4e-4",
