@@ -176,7 +176,7 @@ def _device() -> str:
 
 
 def _refuse_other(before: PublishedPolicy, now: PublishedPolicy) -> None:
-    """Refuse to go on if a version, which may have sampled already, was published otherwise.
+    """Refuse to go on if a version that may have sampled was published with other bytes.
 
     Raises:
         ValueError: naming the files that differ.
