@@ -17,6 +17,7 @@ import json
 import threading
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -208,13 +209,7 @@ def _sampling(params: list[Mapping[str, Any]]) -> Sampling:
         int(first["max_new_tokens"]), float(first["temperature"]), float(first["top_p"]), top_k
     )
     if sampling.settings.unknown_to_the_loss() and sampling.temperature > 0:
-        return Sampling(
-            sampling.max_tokens,
-            sampling.temperature,
-            sampling.top_p,
-            top_k,
-            logprobs_of="processed",
-        )
+        return replace(sampling, logprobs_of="processed")
     return sampling
 
 
