@@ -15,7 +15,7 @@ from typing import Any
 from megatron_r3.collect.client import Client
 from megatron_r3.collect.collect import CollectError, collect
 from megatron_r3.collect.engine import EngineChanged, Identity
-from megatron_r3.collect.prompt_plan import Model, Plan, Sampling, read_model, sampling_for
+from megatron_r3.collect.prompt_plan import Plan, Sampling, read_model, sampling_for
 from megatron_r3.collect.prompts import Prompt, read_prompts
 from megatron_r3.collect.reward import load_reward
 from megatron_r3.collect.server import Server
@@ -220,7 +220,8 @@ class Collector:
             n=config.prompts.samples,
             sampling=self.sampling,
             reward=self.reward,
-            model=self._model(policy),
+            # all policies of a run are stored under one name: that of [policy] model
+            model=replace(read_model(policy.path), name=self.name),
             out=self.directory.rollouts,
             policy_version=policy.version,
             shard_size=config.sampler.shard_size or config.rollouts_per_collection,
@@ -259,10 +260,6 @@ class Collector:
             self.directory.rollouts,
             partial(self.directory.note, PART),
         )
-
-    def _model(self, policy: PublishedPolicy) -> Model:
-        # all policies of a run are stored under one name: that of [policy] model
-        return replace(read_model(policy.path), name=self.name)
 
 
 def _refuse_other(served: str, identity: Identity) -> None:
