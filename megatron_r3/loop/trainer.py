@@ -178,7 +178,6 @@ def run_trainer(config: Config) -> int:
     """Train; returns the command's exit status, or 0 if no step is left."""
     if is_trained(config):
         return 0
-    config.directory.path.mkdir(parents=True, exist_ok=True)
     process = start(trainer_command(config), trainer_environment(config))
     try:
         return process.wait()
