@@ -71,4 +71,4 @@ def test_its_engine_is_not_served(r3_alone: TreeWorker, policy: Policy) -> None:
     values = {"{checkpoint}": str(policy.checkpoint), "{port}": "0"}
     words = arguments(megatron_server.SERVER, ["--load", "{checkpoint}"])
     (said,) = r3_alone.run(served, 1, [values.get(word, word) for word in words])
-    assert "no patches of the group engine" in said
+    assert "lacks the patches of the group engine" in said

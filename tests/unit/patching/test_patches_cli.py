@@ -98,7 +98,7 @@ def test_usage(arguments, capsys):
         ([], "rollouts collect rollouts from an engine"),
         (["rollouts"], "verify check every byte"),
         (["rollouts", "convert"], "responses make a store"),
-        (["rl"], "check read the config"),
+        (["rl"], "check check the config"),
     ],
 )
 def test_a_group_alone_lists_its_commands(group, command, capsys):
