@@ -67,7 +67,7 @@ class Absent(MetaPathFinder, Loader):
         return AbsentModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give the module version 0, which transformers takes for a torchvision too old to use."""
+        """Give the module version 0: transformers cannot parse the version of one that has none."""
         module.__dict__["__version__"] = "0"
 
 

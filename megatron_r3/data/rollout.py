@@ -226,7 +226,10 @@ def turns_of(response_N: np.ndarray) -> np.ndarray:
 
 
 def sampled_tokens(turns_U2: np.ndarray, num_tokens: int) -> np.ndarray | None:
-    """Which tokens these turns cover, bool `[N]`; None if a turn overlaps, is empty or outside."""
+    """Which tokens these turns cover, bool `[N]`.
+
+    None if the turns are out of order or overlap, or one is empty or outside of the tokens.
+    """
     # [[2, 4], [5, 6]] is 2 4 5 6: the step from 4 to 5 may be 0, if two turns touch
     bounds = turns_U2.reshape(-1)
     ordered = (turns_U2[:, 0] < turns_U2[:, 1]).all() and (np.diff(bounds)[1::2] >= 0).all()

@@ -102,7 +102,7 @@ class Loader:
             ) from error
 
     async def wait_until_up(self) -> str:
-        """Wait for a server that is still starting; the policy that it then reports.
+        """Wait for a server that is still starting; return the policy that it then reports.
 
         Raises:
             LoadError: it is no server that can load weights.

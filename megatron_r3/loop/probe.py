@@ -64,7 +64,7 @@ class Probe:
         """The inverse of `to_json`.
 
         Raises:
-            ValueError, KeyError, TypeError: the fields are not those of a probe.
+            ValueError, KeyError, TypeError, OverflowError: the fields are not those of a probe.
         """
         tokens_MN = np.array(fields["tokens"], np.int64)
         logprobs_MN = np.array(fields["logprobs"], np.float32)

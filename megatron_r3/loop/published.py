@@ -127,7 +127,7 @@ def read_policy(directory: Path, version: int) -> PublishedPolicy:
         )
     except PolicyError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise PolicyError(
             f"{file}: not what a trainer publishes ({one_line(repr(error), 200)})"
         ) from error

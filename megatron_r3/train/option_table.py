@@ -128,7 +128,7 @@ OPTIONS = (
             Rule("moe_input_jitter_eps", (),
                 "its noise is in every forward pass, so that no sampler could be compared with "
                 "the trainer"),
-            Rule("spec", (), "it is unknown what layers of your own compute; leave it out"),
+            Rule("spec", (), "custom layers may route past the recorded experts; leave it out"),
         )),
     Option("rollouts_publish_interval", "optimizer steps from one policy to the next",
         usual="those on a collection", metavar="STEPS", kind=int, **_OF_PUBLISHING),

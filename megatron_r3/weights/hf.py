@@ -86,7 +86,7 @@ def _family(args: Any, models: list[torch.nn.Module]) -> Family:
 
 def _check(args: Any) -> None:
     if (spec := getattr(args, "spec", None)) is not None:
-        raise ValueError(f"--spec {spec}: what layers of your own compute is not known here")
+        raise ValueError(f"--spec {spec}: custom layers cannot be converted: leave it out")
     directory = args.hf_import or args.hf_like
     if directory is not None:
         choose(args.hf_bridge, read_config(directory), directory / CONFIG)

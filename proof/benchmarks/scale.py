@@ -290,7 +290,8 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
     """The rows of all lines of the table."""
     if args.shards < 2 or args.startup < 4:
         raise ValueError(
-            f"--shards {args.shards} --startup {args.startup}: at least 2 and at least 4"
+            f"--shards {args.shards} --startup {args.startup}: --shards must be at least 2, and "
+            "--startup at least 4"
         )
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="scale-", dir=args.out.parent) as folder:

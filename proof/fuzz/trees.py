@@ -281,7 +281,7 @@ def run_command(command: str, tree: Path, folder: Path, state: State, must: bool
     if wrong or (error and not status) or (status and not error and command != "status"):
         raise Fault(BAD_MESSAGE, f"{ended_with}: {wrong or error!r}")
     if not out.replace("\n", "").isprintable():
-        raise Fault(BAD_MESSAGE, f"{ended_with} and says {out[:500]!a}")
+        raise Fault(BAD_MESSAGE, f"{ended_with}, and its output is not printable: {out[:500]!a}")
     ours = state.base if command != "status" and not status else ()
     changed = _changed(before, after, ours)
     if changed or (command == "status" and before != after):

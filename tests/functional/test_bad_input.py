@@ -75,8 +75,8 @@ ROLLOUTS = {
     "--skip-train: no rollout would be trained on": ["--skip-train"],
     "--perform-rl-step: it samples": ["--perform-rl-step"],
     "--hybrid-context-parallel: it moves": ["--hybrid-context-parallel"],
-    "--use-megatron-fsdp: replay was not proved": ["--use-megatron-fsdp", *SHARDED],
-    "--use-torch-fsdp2: replay was not proved": ["--use-torch-fsdp2"],
+    "--use-megatron-fsdp: replay was not tested": ["--use-megatron-fsdp", *SHARDED],
+    "--use-torch-fsdp2: replay was not tested": ["--use-torch-fsdp2"],
     "--iterations-to-skip 2: the step that skips": ["--iterations-to-skip", "2"],
     "--phase-transition-iterations 1: each phase": ["--phase-transition-iterations", "1"],
 }

@@ -182,7 +182,7 @@ def refuse_namesakes(shards: Sequence[Shard]) -> None:
 
 
 def _names(shard: Shard) -> list[bytes]:
-    """policy_version, group and sample of each rollout as 24 bytes: a third of a tuple's size."""
+    """policy_version, group and sample of each rollout as bytes, which are smaller than a tuple."""
     names = np.empty((shard.num_rollouts, 3), np.int64)
     for column, name in enumerate(("policy_version", "group", "sample")):
         names[:, column] = shard.tensors[name]

@@ -156,9 +156,11 @@ def gate_backward(
     """The gradient of BLOCK_T rows of logits, from the gradient of the probabilities, `dprobs`.
 
     With weights w_i = r_i / sum_j r_j (r: raw weights of the chosen experts) and gradients g_i of
-    the probabilities, the gradient of r_i is (g_i - sum_j w_j g_j) / sum_j r_j: a raw weight moves
-    the others of its row through their sum. For softmax r_i = exp(s_i), so the gradient of the
-    logit s_i is w_i (g_i - sum_j w_j g_j); for the other functions the slope of the score follows.
+    the weights, the gradient of r_i is (g_i - sum_j w_j g_j) / sum_j r_j: each raw weight changes
+    all weights of its row through the sum. For softmax r_i = exp(s_i), so the logit s_i gets
+    w_i (g_i - sum_j w_j g_j). So it does for pre_softmax, whose sums are over all experts, with
+    g_i = 0 where expert i is not chosen. For sigmoid and sqrtsoftplus the gradient of r_i (g_i if K
+    is 1) is multiplied by the slope of the score.
     """
     rows_T, in_T = tiles.rows(num_tokens, BLOCK_T)
     ids_TK = tiles.load_ids(ids_ptr, rows_T, in_T, E, K, BLOCK_K)

@@ -268,10 +268,15 @@ def test_files_that_the_trainer_did_not_write_are_refused(tmp_path):
         policy.check_files()
 
 
+PROBE = f'"probe": {{"tokens": [[{2**70}]]}}'  # a token id that no int64 holds
+TOO_LARGE = f'{{"format": 1, "version": 0, "iteration": 1, "files": {{}}, {PROBE}}}'
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [("", "not what a trainer publishes"), ("{}", "not what a trainer"), ("[1]", "not what"),
-     ('{"format": 2, "version": 0}', "format 2"), ('{"format": 1, "version": 3}', "version 3")],
+     ('{"format": 2, "version": 0}', "format 2"), ('{"format": 1, "version": 3}', "version 3"),
+     (TOO_LARGE, "not what a trainer")],
 )  # fmt: skip
 def test_a_manifest_that_no_trainer_wrote(tmp_path, text, words):
     folder = tmp_path / "v000000"
