@@ -28,6 +28,7 @@ _FINE: dict[str, tuple[Any, ...]] = {
 _NOT_PROVED = {
     "fp8": "in fp8 a weight has scales that do not travel with it",
     "fp4": "in fp4 a weight has scales that do not travel with it",
+    "moe_router_padding_for_quantization": "its padding is planned by expert, not by place",
     "quant_recipe": "quantized weights have scales that do not travel with them",
     "moe_use_legacy_grouped_gemm": "all experts of a rank lie in one weight",
     "moe_single_grouped_weight": "all experts of a rank lie in one weight",

@@ -77,9 +77,8 @@ class LayerSizes:
 
 
 def pads(config: Any) -> bool:
-    """Whether dispatchers pad the tokens of each expert to a multiple, for fp8 or fp4."""
-    options = ("moe_router_padding_for_quantization", "moe_router_padding_for_fp8")  # 0.15 has fp8
-    return any(getattr(config, option, False) for option in options)
+    """Whether the all-to-all dispatcher pads the tokens of each expert, for fp8 or fp4."""
+    return bool(getattr(config, "moe_router_padding_for_quantization", False))
 
 
 def padded_counts(counts_LE: np.ndarray, multiple: int, num_tokens: int) -> np.ndarray:

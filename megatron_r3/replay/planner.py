@@ -123,9 +123,7 @@ def pad_multiple(config: Any) -> int:
         return 1
     from megatron.core.transformer.moe import token_dispatcher
 
-    if hasattr(token_dispatcher, "get_align_size_for_quantization"):
-        return int(token_dispatcher.get_align_size_for_quantization(config))
-    return int(token_dispatcher.get_fp8_align_size(config.fp8_recipe))  # in 0.15
+    return int(token_dispatcher.get_align_size_for_quantization(config))
 
 
 def messages(for_rank: np.ndarray, totals_L: np.ndarray, known: bool) -> np.ndarray:

@@ -164,7 +164,9 @@ class DispatchWitness:
 
     def _attach_layer(self, number: int, layer: Any, result: Counter) -> None:
         dispatcher, guests = layer.token_dispatcher, getattr(layer, "guests", None)
-        own, padded = layer.local_expert_indices, pads(layer.config)
+        own = layer.local_expert_indices
+        # a flex dispatcher may pad in its kernels, without the option
+        padded = pads(layer.config) or layer.config.moe_token_dispatcher_type == "flex"
         # what the last dispatch of this layer sent, until the experts have received it
         sent: dict[str, Any] = {}
         dispatch_preprocess = dispatcher.dispatch_preprocess

@@ -47,7 +47,9 @@ _TOPK_NAMES = (
     "moe_k",
 )
 # The object with the language model in the config of a model that also sees or hears.
-_INNER_NAMES = ("text_config", "llm_config", "thinker_config")
+_INNER_NAMES = ("text_config", "llm_config", "language_config", "thinker_config")
+# Model types whose experts one list of ids cannot name, although their configs could be read.
+_SEVERAL_ROUTERS = ("ernie4_5_vl_moe_text",)
 # A config that says 4000000000 layers must be refused before a tuple of this length fills the
 # memory.
 _MOST_LAYERS = 10_000
@@ -130,7 +132,8 @@ def _language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
     for name in _INNER_NAMES:
         inner = config.get(name)
         if isinstance(inner, Mapping) and config.get("num_hidden_layers") is None:
-            outer = {key: config.get(key) for key in ("model_type", "vocab_size")}
+            names = ("model_type", "vocab_size", "mlp_layer_types")
+            outer = {key: config.get(key) for key in names}
             known = {key: value for key, value in inner.items() if value is not None}
             return _language_model({**outer, **known})
     return config
@@ -189,6 +192,16 @@ def _vocab_size(config: Mapping[str, Any]) -> int | None:
 def _rule(config: Mapping[str, Any]) -> _Rule:
     """What says which hidden layers are MoE layers; each model family does it in its own way."""
     model_type = config.get("model_type")
+    if model_type in _SEVERAL_ROUTERS:
+        raise EngineError(
+            f"a layer of model type {quoted(model_type)} has a router for text and one for images: "
+            "its routes do not say which router chose; such a model cannot be replayed"
+        )
+    if config.get("zero_expert_num"):
+        raise EngineError(
+            "`zero_expert_num` is set: the router also chooses experts that compute nothing; such a"
+            " model cannot be replayed"
+        )
     if config.get("mlp_layer_types") is not None:
         return _from_names
     if not isinstance(model_type, str) or model_type not in _RULES:
@@ -270,6 +283,13 @@ def _after_first_dense(
     return (i for i in range(first, num_layers) if frequency[i])
 
 
+def _by_flags(config: Mapping[str, Any], num_layers: int) -> Iterable[int]:
+    """MiMo: a 0 or 1 for each layer."""
+    if not isinstance(config.get("moe_layer_freq"), list):
+        raise EngineError(f"`moe_layer_freq` must be a list of 0 and 1 for {num_layers} layers")
+    return _after_first_dense(config, num_layers, least=0)
+
+
 def _after_num_dense(config: Mapping[str, Any], num_layers: int) -> Iterable[int]:
     return range(_integer(config, "num_dense_layers", 0, _MOST_LAYERS), num_layers)
 
@@ -283,13 +303,16 @@ def _interleaved(config: Mapping[str, Any], num_layers: int) -> Iterable[int]:
 def _between(config: Mapping[str, Any], num_layers: int) -> Iterable[int]:
     """ERNIE: every `moe_layer_interval`-th layer, from a first to a last one."""
     first = _integer(config, "moe_layer_start_index", 0, _MOST_LAYERS)
-    last = _integer(config, "moe_layer_end_index", 0, _MOST_LAYERS)
+    last = _integer(config, "moe_layer_end_index", -1, _MOST_LAYERS, default=-1)
+    last = num_layers - 1 if last == -1 else last
     step = _integer(config, "moe_layer_interval", 1, _MOST_LAYERS, default=1)
     return (i for i in range(step - 1, num_layers, step) if first <= i <= last)
 
 
 def _periodic(config: Mapping[str, Any], num_layers: int) -> Iterable[int]:
-    """Jamba: one layer of each period."""
+    """Jamba: one layer of each period; none if there is one expert."""
+    if config.get("num_experts") == 1:
+        return ()
     period = _integer(config, "expert_layer_period", 1, _MOST_LAYERS)
     return range(_integer(config, "expert_layer_offset", 0, period - 1), num_layers, period)
 
@@ -331,7 +354,7 @@ _RULES_OF_TYPES: list[tuple[_Rule, str]] = [
         _every,
         """flex_olmo gpt_oss granitemoe granitemoe_swa granitemoehybrid granitemoeshared
         hunyuan_v1_moe inkling2_text aria_text kolibri1 minimax minimax_m1 minimax_m2 mixtral olmoe
-        phimoe qwen3_5_moe_text qwen4_exp_text""",
+        phimoe qwen3_5_moe_text qwen4_exp_text solar_open""",
     ),
     (
         _by_step,
@@ -343,7 +366,8 @@ _RULES_OF_TYPES: list[tuple[_Rule, str]] = [
         """axk1 axk2 bailing_moe bailing_hybrid deepseek_v2 deepseek_v3 deepseek_v32 dots1
         exaone_moe glm4_moe glm4_moe_lite glm4v_moe_text glm_moe_dsa kimi_k2 kimi_linear""",
     ),
-    (partial(_after_first_dense, least=0), "mimo_v2_flash mistral4 solar_open"),
+    (partial(_after_first_dense, least=0), "mistral4"),
+    (_by_flags, "mimo_v2_flash"),
     (_after_num_dense, "afmoe lfm2_moe"),
     (_interleaved, "llama4_text"),
     (_between, "ernie4_5_moe"),

@@ -58,6 +58,9 @@ def test_the_language_model_of_a_wrapped_config_is_read():
     assert ModelShape.from_hf_config({**WRAPPED, "text_config": inner}) == expected
     assert ModelShape.from_hf_config({**WRAPPED, "vocab_size": 512}) == expected
     assert ModelShape.from_hf_config({"thinker_config": {"text_config": inner}}) == expected
+    # what the error of an unknown type says to add may stand outside too
+    unknown = {"text_config": {**inner, "model_type": "x"}, "mlp_layer_types": ["sparse"] * 6}
+    assert ModelShape.from_hf_config(unknown) == expected
     # its type may stand outside alone
     nameless = {key: value for key, value in inner.items() if key != "model_type"}
     assert ModelShape.from_hf_config({"model_type": "mixtral", "text_config": nameless}) == expected
@@ -114,6 +117,12 @@ WRONG_FREQUENCIES = ([0, 1, 0, 1, 1, "0"], [0, 1, 0, 1, 1, 2], [[1]] * 6, "1", -
             {**QWEN3, "model_type": "jamba", "expert_layer_period": 2},
             {"expert_layer_offset": 2},
             "`expert_layer_offset` is 2; possible are 0 to 1",
+        ),
+        (QWEN3, {"zero_expert_num": 2}, "experts that compute nothing"),
+        (
+            {**QWEN3, "num_experts_per_tok": 1},
+            {"model_type": "jamba", "num_experts": 1},
+            "moe_layers must be",
         ),
         (QWEN3, {"model_type": "nemotron_h"}, "`layers_block_type` must name each of 6 layers"),
         (

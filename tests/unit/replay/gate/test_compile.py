@@ -40,6 +40,6 @@ def test_the_check_can_fail() -> None:
         wrong(row) == f"{code.stack} bytes of stack: the kernel's values do not fit into registers"
     )
     row |= {"stack": 0, "issue_of_memory": 2.0}
-    assert wrong(row) == "issue / memory is 2.00; at most 1.15"
+    assert wrong(row) == "issue / memory is 2.00; the limit is 1.15"
     row["accesses"] = {"LDG.E": 3}
     assert wrong(row) == "no load or store moves 16 bytes at once"
