@@ -211,7 +211,7 @@ class Transformers:
         sampled = int(ended.argmax()) + 1 if ended.any() else len(ended)
         logprobs_N = np.zeros(length + sampled, np.float32)
         logprobs_N[length:] = logprobs_G[:sampled]
-        # N tokens have N - 1 rows: the last token is never forwarded.
+        # N tokens have N - 1 rows: the last token's row, which a longer batch computes, is cut off.
         rows_LTK = ids_LTK[:, : length + sampled - 1]
         rollout = Rollout(
             tokens_N[: length + sampled].copy(),

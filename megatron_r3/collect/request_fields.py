@@ -87,8 +87,8 @@ _FREE = {
     *("return_hidden_states", "return_meta_info", "return_cached_tokens_details"),
     *("return_spec_tokens_details", "return_input_ids_in_sglext", "return_output_ids_in_sglext"),
     *("return_tokenized_data", "separate_reasoning", "stream_reasoning"),
-    # These say who serves the request. vLLM's `watermarking` switches a watermark that the server
-    # may have been started with; no request shows whether there is one.
+    # These say how the request is served. vLLM's `watermarking` turns the server's watermark on or
+    # off. It is not refused: a request without the field does not show either if there is one.
     *("request_id", "rid", "session_id", "user", "metadata", "store", "service_tier", "priority"),
     *("cache_salt", "extra_key", "kv_transfer_params", "ec_transfer_params", "kv_hints"),
     *("skip_clone", "skip_reading_prefix_cache", "watermarking", "background", "no_logs"),

@@ -20,8 +20,8 @@ from megatron_r3.data.values import wrong_logprob, wrong_name, wrong_reward, wro
 from megatron_r3.replay.routes import Routes
 from megatron_r3.replay.words import must_be, quoted
 
-# What a decoder, which knows neither, sets. A store refuses NaN and -1, so a rollout without reward
-# or policy version is never trained on by mistake.
+# A decoder knows neither reward nor policy version, and sets these. A store refuses NaN and -1, so
+# such a rollout is never trained on by mistake.
 UNREWARDED = float("nan")
 UNKNOWN_POLICY = -1
 

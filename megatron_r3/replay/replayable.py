@@ -48,7 +48,7 @@ KNOWN_NAMES = frozenset(
     use_grouped_gemm_for_shared_expert
     """.split()
 )
-# Our own fields, which patch 1 declares.
+# Our own fields, which patches 1 and 101 declare.
 _OURS = re.compile("moe_router_replay")
 # Without `(?!tron)` "mega" would match use_megatron_fsdp, which has nothing to do with routing.
 _ABOUT_ROUTING = re.compile("moe|expert|rout(er|ing)|hash|mega(?!tron)")

@@ -279,7 +279,7 @@ class Routes:
 
     @property
     def num_rows(self) -> int:
-        """How many rows, T: one less than the rollout has tokens, since the last has no route."""
+        """How many rows, T; a whole rollout has one less than tokens: the last has no route."""
         return self.ids_LTK.shape[1]
 
     @property

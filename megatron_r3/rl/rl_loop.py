@@ -145,7 +145,7 @@ class LoopReplay:
         return "".join(lines)
 
     def _forget(self) -> None:
-        """Drop what was measured and not logged; alarms that were printed are not printed again."""
+        """Drop what was measured and not logged, but not the memory of which alarms were there."""
         for metrics in self.metrics.values():
             metrics.microbatches, metrics.dispatched = {}, [0, 0]
 

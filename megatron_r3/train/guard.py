@@ -57,7 +57,7 @@ def _wrong_places(losses: list[_Loss]) -> tuple[Tensor, Tensor]:
 
 
 class StepGuard:
-    """Keeps on the device what a step did on this rank, and checks all of it before the update.
+    """Keeps what a step did on this rank, without a wait, and checks all of it before the update.
 
     Args:
         store: the rollouts, which an error names.

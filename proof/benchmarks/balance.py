@@ -232,7 +232,7 @@ class Spent:
         layers_s: CPU seconds of this thread inside MoE layers, forward and backward.
         planning_s: the CPU seconds of planning, by way.
         plans: how many micro-batches were planned, by way.
-        load: the tokens that this rank's experts got in each layer and micro-batch, by way.
+        load: the tokens that came to this rank in each layer and micro-batch, guests' too, by way.
         guests: how many guests this rank had, summed over all micro-batches and layers.
         bytes: what this rank sent: weights to guests, and gradients back to their own ranks.
     """

@@ -156,8 +156,8 @@ def stitch(increments: Sequence[Increment], where: str, *, holes: str = "refuse"
             not recorded.
 
     Returns:
-        A rollout without reward and policy version, as `engines.decode` returns it. If the weights
-        changed while it was sampled, its policy version is the oldest that the engine reported.
+        A rollout without reward, as `engines.decode` returns it. It has a policy version only if
+        the weights changed while it was sampled: the oldest that the engine reported.
 
     Raises:
         EngineError: tokens or rows disagree, or a row is missing; the message names token and

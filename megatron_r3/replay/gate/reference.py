@@ -49,7 +49,7 @@ def replayed_gate_reference(inputs: GateInputs, options: GateOptions) -> GateOut
     """`megatron_r3.replay.gate.replayed_gate`, differentiable by autograd, also in float64.
 
     It computes in float64 for float64 logits, else in float32. Out-of-range ids raise in
-    torch.gather. For float32 logits below -103 the gradient of sqrtsoftplus is NaN, as in Megatron;
+    torch.gather. For float32 logits below -104 the gradient of sqrtsoftplus is NaN, as in Megatron;
     the gradient of the kernel is finite there.
 
     Raises:

@@ -203,7 +203,7 @@ def _selection_keys(logits, largest, total, bias_ptr, experts, wanted, FUNCTION:
     """The numbers by which a live top-k chooses, as integers that compare in the same way.
 
     The logits have any shape, and nothing is summed over a row here: the same logit gives the same
-    number in a tile of whole rows and in one of the chosen experts. Example: expert 33 of a row is
+    number in a tile of whole rows and in a tile of chosen experts. Example: expert 33 of a row is
     at word 1, bit 1 of the first tile, and at k = 0 of the second if the row's ids are [33, 7].
 
     Args:
