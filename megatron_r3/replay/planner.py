@@ -129,10 +129,10 @@ def pad_multiple(config: Any) -> int:
 def messages(for_rank: np.ndarray, totals_L: np.ndarray, known: bool) -> np.ndarray:
     """What a rank sends to all ranks, int32: one row for each receiver.
 
-    A row has the counts for its receiver, the sender's totals of all layers, and 1 if the sender
-    knows the routes of all its tokens. Example with 2 layers and 2 experts of the receiver:
-    [3 1  2 2  8 8  1]. With 256 experts on 256 ranks and 58 layers, a rank receives 120 kB. With
-    the counts of all experts, which a plan with guests needs, it receives 15 MB.
+    A row has the counts for its receiver, the sender's totals of all layers (without padding), and
+    1 if the sender knows the routes of all its tokens. Example with 2 layers and 2 experts of the
+    receiver: [3 1  2 2  8 8  1]. With 256 experts on 256 ranks and 58 layers, a rank receives
+    120 kB. With the counts of all experts, which a plan with guests needs, it receives 15 MB.
 
     Args:
         for_rank: int32, the counts for each receiver along the first axis.

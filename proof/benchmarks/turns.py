@@ -2,8 +2,9 @@
 
 A round has a step of each way, in an order that changes from round to round. So all ways have the
 same model and process, and the other load of the machine is alike for neighbouring steps. The first
-way goes twice in each round: the ratio of its two steps is 1 but for noise, so the interval of that
-ratio is the smallest difference that the run can tell. Megatron is imported inside the functions.
+way goes twice in each round: the ratio of its two steps is 1 but for noise, so the width of that
+ratio's interval is the smallest difference that the run can tell. Megatron is imported inside the
+functions.
 
 Shape suffixes (docs/glossary.md): K, L, T.
 """
