@@ -127,8 +127,8 @@ class BoundTargets:
         if acts and ACTIVE.get() is None:
             raise ReplayError(
                 f"layer {self.layer_number}: the action is {action_of(self)}, and the router runs "
-                "outside of a call of TransformerBlock, and megatron_r3 reads actions only there. "
-                "Likely causes: a class of layers that is no TransformerBlock, a router or a "
+                "outside of a call of TransformerBlock or HybridStack, where megatron_r3 reads "
+                "actions. Likely causes: a block of layers of another class, a router or a "
                 "layer that is called by itself, or a recompute that is not Megatron's"
             )
         return super().microbatch()  # type: ignore[misc]

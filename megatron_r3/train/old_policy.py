@@ -251,8 +251,8 @@ def _tensors_of(file: Path, about: dict[str, str], number: str) -> dict[str, np.
             if told != about:
                 raise StoreError(
                     f"{file}: was written for other options or rollouts: "
-                    f"{_difference(told, about)}: give the earlier options and store again, or "
-                    "begin anew with --finetune"
+                    f"{_difference(told, about)}: give the options and rollouts of then, or begin "
+                    "anew with --finetune"
                 )
             return {name: held.get_tensor(name) for name in held.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:

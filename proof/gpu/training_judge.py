@@ -80,7 +80,7 @@ def same(one: Step, other: Step) -> bool:
 
 
 def recorded(seen: Seen) -> dict[str, Any]:
-    """Three steps: one recorded, one replayed the record, one replayed it with a token changed."""
+    """Three steps: one recorded, one replayed the record, one replayed it but for one expert."""
     first, again, changed = seen.steps
     row = trained(seen)
     row |= {"bitwise": same(first, again), "control_differs": not same(first, changed)}

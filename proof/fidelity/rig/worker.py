@@ -46,7 +46,7 @@ COMMON = (
 
 
 class WorkerError(RuntimeError):
-    """The worker of a tree ended unexpectedly; the message has the end of the worker's log."""
+    """The worker of a tree ended, or gave no answer in time. The message has the log's end."""
 
 
 class TreeWorker:
@@ -153,7 +153,7 @@ class TreeWorker:
             self.close()
             if isinstance(error, (OSError, EOFError)):
                 raise WorkerError(
-                    f"the worker of {self.tree} ended unexpectedly:\n{log}"
+                    f"the worker of {self.tree} ended or gave no answer ({error!r}):\n{log}"
                 ) from error
             raise
         if isinstance(answer, Exception):
