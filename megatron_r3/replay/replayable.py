@@ -115,16 +115,17 @@ def refusals(config: Any, upstream: Any = None) -> list[str]:
         ),
         (
             given("moe_router_force_load_balancing"),
-            "moe_router_force_load_balancing replaces the logits; unset it",
+            "moe_router_force_load_balancing replaces the logits (an option of benchmarks); unset "
+            "it",
         ),
         (  # 0.0 replaces them too
             given("moe_router_force_biased") is not None,
             "moe_router_force_biased replaces the logits; unset it",
         ),
         (
-            _captures_router(config),
+            graphs := _graphs_without_router(config),
             "a CUDA graph that captures the router would repeat the routes of its first "
-            "microbatch; use cuda_graph_impl=transformer_engine for attn alone",
+            f"microbatch; give {graphs}",
         ),
         (given("flextron"), "flextron puts a top-k of its own into the routers; unset it"),
         (
@@ -141,23 +142,31 @@ def refusals(config: Any, upstream: Any = None) -> list[str]:
     return [reason for refused, reason in checks if refused]
 
 
-def _captures_router(config: Any) -> bool:
-    """Whether a CUDA graph captures the router: the routes of its first pass would be baked in.
+def _graphs_without_router(config: Any) -> str:
+    """The options to give where a CUDA graph captures the router; empty where none does.
+
+    Example: `--cuda-graph-impl transformer_engine --cuda-graph-modules attn` in place of the
+    modules attn, moe_router and moe_preprocess.
 
     The modules that a graph captures are in cuda_graph_modules from 0.18 on, and before that in
     cuda_graph_scope. An empty list means whole layers.
     """
     implementation = getattr(config, "cuda_graph_impl", "none")
     if implementation == "none":
-        return False
+        return ""
     modules = getattr(config, "cuda_graph_modules", None) or getattr(
         config, "cuda_graph_scope", None
     )
+    modules = [modules] if isinstance(modules, str) else modules
     names = {getattr(module, "name", module) for module in modules or []}
     # A local graph of "attn" captures the whole layer, router included, in all but hybrid models
     # (megatron/core/transformer/transformer_layer.py, create_mcore_cudagraph_manager).
     attention = {"attn"} if implementation == "transformer_engine" else set()
-    return not names or bool(names - _GRAPHS_WITHOUT_ROUTER - attention)
+    if names and not names - _GRAPHS_WITHOUT_ROUTER - attention:
+        return ""
+    option = "modules" if hasattr(config, "cuda_graph_modules") else "scope"
+    kept = sorted(names & (_GRAPHS_WITHOUT_ROUTER | {"attn"})) or ["attn"]
+    return f"--cuda-graph-impl transformer_engine --cuda-graph-{option} {' '.join(kept)}"
 
 
 def unknown_options(config: Any, upstream: Any = None) -> list[str]:

@@ -92,6 +92,25 @@ def test_graphs_of_older_lines_that_hold_the_router_are_refused(graph: dict[str,
     assert "a CUDA graph that captures the router" in refusal
 
 
+@pytest.mark.parametrize(
+    ("name", "captured", "kept"),
+    [
+        ("modules", ["attn", "moe_router", "moe_preprocess"], "attn"),  # a recipe of Qwen3-30B-A3B
+        ("modules", ["mamba", "moe", "attn"], "attn mamba"),
+        ("modules", [], "attn"),
+        ("scope", ["moe_router"], "attn"),
+    ],
+)
+def test_the_graphs_that_remain_are_ready_to_be_given(
+    name: str, captured: list[str], kept: str
+) -> None:
+    graphs = {"cuda_graph_impl": "transformer_engine", f"cuda_graph_{name}": captured}
+    (refusal,) = refusals(SimpleNamespace(**GOOD, **graphs))
+    assert refusal.endswith(f"give --cuda-graph-impl transformer_engine --cuda-graph-{name} {kept}")
+    graphs[f"cuda_graph_{name}"] = kept.split()
+    assert refusals(SimpleNamespace(**GOOD, **graphs)) == []
+
+
 @dataclass
 class Newer:
     """A config of a Megatron-LM that nobody here has seen."""
