@@ -173,20 +173,23 @@ class Model:
         )
 
 
-def read_model(path: Path) -> Model:
+def read_model(path: Path, **shape: Any) -> Model:
     """Read a transformers directory, or a config.json alone, which has no weights to digest.
+
+    Args:
+        shape: what the config does not say, as in `ModelShape.from_hf_config`.
 
     Raises:
         EngineError: naming the file that cannot be used.
     """
     folder = (path if path.is_dir() else path.parent).resolve()
-    shape = ModelShape.from_hf_config(path)
+    found = ModelShape.from_hf_config(path, **shape)
     defaults = _sampling_defaults(folder / "generation_config.json")
-    model = Model(folder.name, shape, (), shape.vocab_size, sampling_defaults=defaults)
+    model = Model(folder.name, found, (), found.vocab_size, sampling_defaults=defaults)
     if not path.is_dir() or not any(path.glob("*.safetensors")):
         return model
     try:
-        routers = router_fingerprint(path, shape.moe_layers)
+        routers = router_fingerprint(path, found.moe_layers)
         return replace(model, router_fingerprint=routers, policy_stamp=policy_stamp(path))
     except ValueError as error:
         raise EngineError(

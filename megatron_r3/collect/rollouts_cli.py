@@ -109,8 +109,10 @@ def _collect(args: argparse.Namespace) -> int:
     except BiasedSampling as error:
         raise ValueError(f"{error}; to collect all the same, give --biased-sampling") from error
     prompts, reward, model = (
-        read_prompts(args.prompts), load_reward(args.reward), read_model(args.model),
-    )  # fmt: skip
+        read_prompts(args.prompts),
+        load_reward(args.reward),
+        read_model(args.model, **_shape_of(args)),
+    )
     if not model.router_fingerprint:
         print(f"{args.model} has no weights: no digest of them is stored", file=sys.stderr)
     plan = Plan(
@@ -131,6 +133,22 @@ def _collect(args: argparse.Namespace) -> int:
         f"({done.tokens} tokens; {done.retries} retries, {done.refused} responses refused)"
     )
     return 0
+
+
+def _shape_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What the options say of a model whose type is not known."""
+    return {name: getattr(args, name) for name in ("moe_layers", "num_experts", "topk")}
+
+
+def layers(text: str) -> tuple[int, ...]:
+    """Hidden layers, counted from 0. Example: "1-3,7" is (1, 2, 3, 7)."""
+    ends = [[int(end) for end in part.split("-")] for part in text.split(",")]
+    if any(len(pair) > 2 or pair[-1] >= 10_000 for pair in ends):
+        raise ValueError(text)
+    return tuple(sorted({number for a, *b in ends for number in range(a, (b or [a])[0] + 1)}))
+
+
+layers.__name__ = 'list of layers, as in "1-3,7",'  # argparse prints it: invalid ... value
 
 
 def _engine_maker(args: argparse.Namespace) -> Callable[[Plan, int], Engine]:
@@ -230,7 +248,7 @@ def run_verify(args: argparse.Namespace) -> int:
     from megatron_r3.collect.verify_store import read_policies, verify_store
     from megatron_r3.replay.words import one_line
 
-    policies = read_policies(args.model) if args.model else None
+    policies = read_policies(args.model, **_shape_of(args)) if args.model else None
     for directory in args.stores:
         checked = verify_store(directory, policies)
         print(f"{one_line(str(directory))}: {checked.text}")
@@ -251,7 +269,7 @@ def run_responses(args: argparse.Namespace) -> int:
         path=args.file,
         engine=args.engine,
         engine_version=args.engine_version,
-        model=read_model(args.model),
+        model=read_model(args.model, **_shape_of(args)),
         policy_version=args.policy_version,
         reward=load_reward(args.reward) if args.reward else None,
     )
@@ -292,6 +310,14 @@ _MODEL: Row = (
     "then no digests of the weights are stored or compared",
     _MUST | _HF_DIR,
 )
+_SHAPE: tuple[Row, ...] = (
+    ("--moe-layers", "the MoE layers of a model type that is not known, from 0 on: 1-3,7",
+     {"type": layers, "metavar": "LAYERS"}),
+    ("--num-experts", "its experts of a layer, if its config.json does not say",
+     {"type": number(int, 1), "metavar": "N"}),
+    ("--topk", "its experts of a token, if its config.json does not say",
+     {"type": number(int, 1), "metavar": "N"}),
+)  # fmt: skip
 _REWARD = "function that takes a RewardSample and returns its reward, a number"
 _VERSION = "version of the weights that sample (default: {})"
 _SHARD_SIZE: Row = (
@@ -315,6 +341,7 @@ _COLLECT: tuple[Any, ...] = (
     ("--reward", _REWARD, _MUST | {"metavar": "MODULE:FUNCTION"}),
     ("--policy-version", _VERSION.format(0), {"default": 0, **_WHOLE}),
     _MODEL,
+    *_SHAPE,
     _SHARD_SIZE,
     ("--max-tokens", "the largest number of tokens of a response (default: 1024)",
      {"type": number(int, 1), "default": 1024}),
@@ -368,6 +395,7 @@ _VERIFY: tuple[Any, ...] = (
     ("--model",
      "transformers directory of the model that sampled, or a folder of published policies "
      "(v000000, v000001, ...): each rollout is checked with its own version", _HF_DIR),
+    *_SHAPE,
 )  # fmt: skip
 _RESPONSES: tuple[Any, ...] = (
     "make a store from recorded responses: JSON lines {request, response, reward?, group?}",
@@ -377,6 +405,7 @@ _RESPONSES: tuple[Any, ...] = (
      {"required": True, "choices": ("vllm", "sglang", "megatron")}),
     ("--engine-version", "version of that engine", {"default": "unknown", "metavar": "V"}),
     _MODEL,
+    *_SHAPE,
     ("--reward", _REWARD, {"metavar": "MODULE:FUNCTION"}),
     ("--policy-version",
      _VERSION.format("what the responses say, if it is a number; else 0"), _WHOLE),

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from megatron_r3.collect.prompt_plan import Model, read_model
 from megatron_r3.data.store import RolloutStore, StoreError
@@ -29,19 +30,22 @@ class Checked:
     warnings: list[str]
 
 
-def read_policies(path: Path) -> Policies:
+def read_policies(path: Path, **shape: Any) -> Policies:
     """Read a transformers directory, or a folder of published policies, each when first needed.
+
+    Args:
+        shape: what a config does not say, as in `ModelShape.from_hf_config`.
 
     Raises:
         ValueError: naming the file that cannot be used.
     """
     if not published(path):
-        return read_model(path)
+        return read_model(path, **shape)
 
     @cache
     def of_version(version: int) -> Model | None:
         folder = path / version_name(version)
-        return read_model(folder) if folder.is_dir() else None
+        return read_model(folder, **shape) if folder.is_dir() else None
 
     return of_version
 

@@ -8,12 +8,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_r3.data.untrusted import read_json
 from megatron_r3.data.values import MOST_TOKEN_ID
 from megatron_r3.replay.routes import MOST_EXPERTS, MoEShape, RoutesError
 from megatron_r3.replay.words import quoted
+
+_T = TypeVar("_T")
 
 
 class EngineError(ValueError):
@@ -80,28 +82,55 @@ class ModelShape(MoEShape):
             )
 
     @classmethod
-    def from_hf_config(cls, source: str | Path | Mapping[str, Any]) -> ModelShape:
+    def from_hf_config(
+        cls,
+        source: str | Path | Mapping[str, Any],
+        moe_layers: tuple[int, ...] | None = None,
+        num_experts: int | None = None,
+        topk: int | None = None,
+    ) -> ModelShape:
         """The shape of a transformers model.
 
         Args:
             source: a model directory, its config.json, or that file's contents.
+            moe_layers, num_experts, topk: of a model type that is not known, what the config does
+                not say in a known way.
 
         Raises:
             EngineError: naming the file and the field: the file cannot be read, the model type is
-                unknown, a field is missing, of another type, or a number that no model has.
+                unknown, a field is missing, of another type, or a number that no model has; or the
+                config says something else than an argument.
         """
         config, where = _read(source)
         with naming(where):
             config = _language_model(config)
-            rule = _rule(config)
-            num_layers = _num_layers(config)
+            _refuse_other_routers(config)
+            experts, chosen = (
+                partial(_one_of, config, _EXPERT_NAMES, "number of experts"),
+                partial(_one_of, config, _TOPK_NAMES, "number of experts for a token"),
+            )
             return cls(
-                moe_layers=tuple(sorted(rule(config, num_layers))),
-                num_experts=_one_of(config, _EXPERT_NAMES, "number of experts"),
-                topk=_one_of(config, _TOPK_NAMES, "number of experts for a token"),
-                num_hidden_layers=num_layers,
+                moe_layers=_said("--moe-layers", moe_layers, lambda: _layers(config)),
+                num_experts=_said("--num-experts", num_experts, experts),
+                topk=_said("--topk", topk, chosen),
+                num_hidden_layers=_num_layers(config),
                 vocab_size=_vocab_size(config),
             )
+
+
+def _said(option: str, given: _T | None, read: Callable[[], _T]) -> _T:
+    """What the config says, or `given` where it does not say it; both must not differ."""
+    try:
+        found = read()
+    except EngineError:
+        if given is None:
+            raise
+        return given
+    if given not in (None, found):
+        raise EngineError(
+            f"{option} is {quoted(given)}; the config says {quoted(found)}: leave the option out"
+        )
+    return found
 
 
 def _read(source: str | Path | Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
@@ -189,8 +218,8 @@ def _vocab_size(config: Mapping[str, Any]) -> int | None:
     return _integer(config, "vocab_size", 1, MOST_TOKEN_ID + 1)
 
 
-def _rule(config: Mapping[str, Any]) -> _Rule:
-    """What says which hidden layers are MoE layers; each model family does it in its own way."""
+def _refuse_other_routers(config: Mapping[str, Any]) -> None:
+    """Refuse a model whose experts one list of ids cannot name, although its config can be read."""
     model_type = config.get("model_type")
     if model_type in _SEVERAL_ROUTERS:
         raise EngineError(
@@ -202,13 +231,24 @@ def _rule(config: Mapping[str, Any]) -> _Rule:
             "`zero_expert_num` is set: the router also chooses experts that compute nothing; such a"
             " model cannot be replayed"
         )
+
+
+def _layers(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """The MoE layers, in ascending order."""
+    rule = _rule(config)
+    return tuple(sorted(rule(config, _num_layers(config))))
+
+
+def _rule(config: Mapping[str, Any]) -> _Rule:
+    """What says which hidden layers are MoE layers; each model family does it in its own way."""
+    model_type = config.get("model_type")
     if config.get("mlp_layer_types") is not None:
         return _from_names
     if not isinstance(model_type, str) or model_type not in _RULES:
         raise EngineError(
             f"model type {quoted(model_type)} is unknown, so nobody can tell which layers are "
-            "MoE layers; docs/engines.md names the known ones. For another one add "
-            "`mlp_layer_types` to a copy of its config.json, a list that names each layer "
+            "MoE layers; docs/engines.md names the known ones. For another one give --moe-layers, "
+            "or add `mlp_layer_types` to a copy of its config.json, a list that names each layer "
             '"dense" or "sparse", and give the path of the copy'
         )
     return _RULES[model_type]

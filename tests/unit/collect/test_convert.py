@@ -60,6 +60,28 @@ def test_responses(folder, capsys):
     assert np.array_equal(got.logprobs_N, expected.logprobs_N)
 
 
+def test_the_shape_of_a_model_that_nobody_knows_is_an_option(folder, capsys):
+    config = json.loads(Path("config.json").read_text())
+    known = ModelShape.from_hf_config(config)
+    config["model_type"] = "nobody"
+    Path("config.json").write_text(json.dumps(config))
+    lines = [{**payload("14_p12_g10_n2"), "reward": [0.5, -1]}]
+    assert convert(lines) == 1
+    assert "give --moe-layers" in capsys.readouterr().err
+    told = f"--moe-layers 0-{known.moe_layers[-1]}"
+    assert convert(lines, *told.split()) == 0
+    assert RolloutStore(["store"]).info.moe_layers == known.moe_layers
+    assert main(["rollouts", "verify", "store", "--model", "config.json", *told.split()]) == 0
+    assert main(["rollouts", "verify", "store", "--model", "config.json", "--moe-layers", "0"]) == 1
+
+
+@pytest.mark.parametrize("text", ["", "1-", "1-2-3", "0-10000", "x"])
+def test_a_list_of_layers_is_short_and_whole(folder, capsys, text):
+    with pytest.raises(SystemExit):
+        convert([], "--moe-layers", text)
+    assert 'invalid list of layers, as in "1-3,7", value' in capsys.readouterr().err
+
+
 def test_groups_that_are_given_count_their_samples_on(folder):
     two, chat = payload("14_p12_g10_n2"), payload("19_chat_turn1")
     (folder / "scores.py").write_text(

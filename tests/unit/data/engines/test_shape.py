@@ -66,6 +66,32 @@ def test_the_language_model_of_a_wrapped_config_is_read():
     assert ModelShape.from_hf_config({"model_type": "mixtral", "text_config": nameless}) == expected
 
 
+def test_options_say_what_an_unknown_config_does_not():
+    unknown = {"model_type": "x", "num_hidden_layers": 6, "router": {"experts": 16}}
+    said = {"moe_layers": (1, 2, 5), "num_experts": 16, "topk": 4}
+    assert ModelShape.from_hf_config(unknown, **said) == ModelShape(16, 4, (1, 2, 5), 6)
+    for name in said:
+        with pytest.raises(EngineError, match=r"unknown|missing"):
+            ModelShape.from_hf_config(unknown, **{**said, name: None})
+    with pytest.raises(EngineError, match="has only 6 hidden layers"):
+        ModelShape.from_hf_config(unknown, **{**said, "moe_layers": (1, 6)})
+    assert ModelShape.from_hf_config(QWEN3, topk=4) == ModelShape.from_hf_config(QWEN3)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("moe_layers", (1, 2)), ("num_experts", 8), ("topk", 2)]
+)
+def test_an_option_does_not_contradict_a_config(option, value):
+    with pytest.raises(EngineError, match=f"--{option.replace('_', '-')} is .*; the config says"):
+        ModelShape.from_hf_config(QWEN3, **{option: value})
+
+
+def test_options_do_not_help_where_ids_cannot_name_experts():
+    for change in ({"model_type": "ernie4_5_vl_moe_text"}, {"zero_expert_num": 4}):
+        with pytest.raises(EngineError, match="cannot be replayed"):
+            ModelShape.from_hf_config({**QWEN3, **change}, moe_layers=(1, 2))
+
+
 def test_a_list_of_one_number_for_every_layer():
     hunyuan = {**QWEN3, "model_type": "hunyuan_v1_moe", "num_experts_per_tok": None}
     shape = ModelShape.from_hf_config({**hunyuan, "moe_topk": [4] * 6})
@@ -98,7 +124,11 @@ WRONG_FREQUENCIES = ([0, 1, 0, 1, 1, "0"], [0, 1, 0, 1, 1, 2], [[1]] * 6, "1", -
     [
         (QWEN3, {"model_type": "no_such"}, "'no_such' is unknown, so nobody can tell"),
         (QWEN3, {"model_type": None}, "None is unknown"),
-        (QWEN3, {"model_type": "no_such"}, "add `mlp_layer_types` to a copy of its config.json"),
+        (
+            QWEN3,
+            {"model_type": "no_such"},
+            "give --moe-layers, or add `mlp_layer_types` to a copy of its config.json",
+        ),
         (WRAPPED, {"text_config": {**QWEN3, "model_type": "x"}}, "model type 'x' is unknown"),
         (WRAPPED, {"text_config": {}}, "model type 'qwen3_vl_moe' is unknown"),
         (WRAPPED, {"text_config": [QWEN3]}, "model type 'qwen3_vl_moe' is unknown"),
