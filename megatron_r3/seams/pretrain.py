@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from megatron_r3.train.open_store import (
 )
 from megatron_r3.train.options import RolloutOptions
 from megatron_r3.train.progress import MegatronProgress
+from megatron_r3.train.reference_policy import Reference
 from megatron_r3.train.refuse import refuse
 from megatron_r3.train.script_step import refuse_silence
 from megatron_r3.train.step import RolloutStep, StepHook
@@ -58,8 +60,10 @@ def use_rollouts(
         store = open_store(options, place_of_this_rank(options.micro_batch_size))
         progress = MegatronProgress(args)
         ledger = Ledger(options, progress, store)
-        hooks = _hooks(options)
-        _step = RolloutStep(options, store, progress, ledger, forward_step, observe, hooks)
+        hooks, reference = _hooks(options), _reference(options, args)
+        _step = RolloutStep(
+            options, store, progress, ledger, forward_step, observe, hooks, reference=reference
+        )
     except ValueError as error:
         refuse(str(error))
     if store.shards:
@@ -81,6 +85,14 @@ def _hooks(options: RolloutOptions) -> list[StepHook]:
     from megatron_r3.loop.publish import Publisher
 
     return [Publisher(options.publish, options, observe)]
+
+
+def _reference(options: RolloutOptions, args: Any) -> Reference | None:
+    if options.loss.penalty.kl is None:
+        return None
+    from megatron_r3.weights.load_reference import load_reference
+
+    return Reference(options, partial(load_reference, args))
 
 
 def begin_step(models: list[Any]) -> None:
@@ -180,9 +192,11 @@ def _provider(step: RolloutStep, scripts: Provider, eval_iters: int) -> Provider
         try:
             _wait_for_the_first(options, store)
             train = training_data(sizes[0])
-            if step.old_pass is not None:
-                # data of its own: the thread that prepares micro-batches reads `train` meanwhile
-                step.old_pass.data = training_data(sizes[0])
+            # data of their own: the thread that prepares micro-batches reads `train` meanwhile
+            if step.passes:
+                data = training_data(sizes[0])
+            for one in step.passes:
+                one.data = data
         except ValueError as error:
             refuse(str(error))
         if not eval_iters:

@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakSet
 
@@ -88,19 +88,25 @@ class Preparer:
             with_plan: whether to plan the dispatch, where a dispatcher asks for a plan.
             for_old_pass: whether the batch is for the pass that records the old policy's routes.
         """
-        batch = self.layout.split(whole, SEQUENCE_FIELDS)
-        rollouts = self.store.rollouts_of(whole["rows"].numpy())
-        kept = None
-        if self.reads_kept:
-            kept = self.store.kept_of_next(batch["rows"].reshape(-1).numpy())
+        live = self.prepare_live(whole)
         if self.routes is None:
-            return Prepared(batch, rollouts, None, None, kept)
+            return live
+        batch = live.batch
         routes = self.read_routes(batch["rows"], self.layout.mean_tokens(whole["rows"]))
         if self.replays:
             source_T = self.layout.router_order(batch["source"]).numpy()
             self._apply(source_T, routes, None if for_old_pass else int(whole["collection"].max()))
         plan = self.routes.plan(routes) if with_plan else None
-        return Prepared(batch, rollouts, routes, plan, kept)
+        return replace(live, routes=routes, plan=plan)
+
+    def prepare_live(self, whole: dict[str, Tensor]) -> Prepared:
+        """This rank's part of a whole batch, without routes."""
+        batch = self.layout.split(whole, SEQUENCE_FIELDS)
+        rollouts = self.store.rollouts_of(whole["rows"].numpy())
+        kept = None
+        if self.reads_kept:
+            kept = self.store.kept_of_next(batch["rows"].reshape(-1).numpy())
+        return Prepared(batch, rollouts, None, None, kept)
 
     def read_routes(self, rows_BS: Tensor, mean_tokens: float) -> HostRoutes:
         """The routes of these rows in this chunk's layers."""

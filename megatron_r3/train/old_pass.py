@@ -7,43 +7,30 @@ what the updates will replay. `OldPolicy` keeps the log-probs and routes that th
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.utils.data import default_collate
 
 from megatron_r3.data.digest import short_digest
 from megatron_r3.data.store.reader import RolloutStore
 from megatron_r3.data.store.schema import StoreError
 from megatron_r3.replay.layers import local_routers, unwrapped
-from megatron_r3.train.dataset import RolloutDataset
-from megatron_r3.train.forward import forward_only
+from megatron_r3.train.collection_pass import CollectionPass
 from megatron_r3.train.ledger import Ledger
-from megatron_r3.train.old_policy import OldPolicy, collection_folder, remove_unneeded
+from megatron_r3.train.old_policy import collection_folder, remove_unneeded
 from megatron_r3.train.options import RolloutOptions
 from megatron_r3.train.refuse import refuse
 
 
-class OldPass:
-    """Runs the pass when a collection begins; reads its record when a training is resumed.
-
-    Attributes:
-        policy: what the pass found.
-        data: the training's samples; set when `pretrain()` asks for them.
-    """
+class OldPass(CollectionPass):
+    """Runs the pass when a collection begins; reads its record when a training is resumed."""
 
     def __init__(self, options: RolloutOptions, store: RolloutStore, ledger: Ledger) -> None:
-        self.options, self.store, self.ledger = options, store, ledger
-        self.policy = OldPolicy()
-        self.data: RolloutDataset | None = None
-
-    def logprobs(self, host: dict[str, Tensor]) -> Tensor:
-        """The old policy's log-probs `[B, S]` of a micro-batch; both are on the host."""
-        return self.policy.logprobs(host["rows"])
+        super().__init__(options)
+        self.store, self.ledger = store, ledger
 
     def begin(self, models: list[Any], forward_step: Callable[..., Any]) -> None:
         """Get the old policy's record for the coming step: run the pass, or read its file.
@@ -71,38 +58,6 @@ class OldPass:
                     self._write(place.collection, began_at)  # for the checkpoints to come
         except StoreError as error:
             refuse(str(error))
-
-    def _run(self, models: list[Any], forward_step: Callable[..., Any], collection: int) -> None:
-        from megatron.core.num_microbatches_calculator import get_num_microbatches
-
-        options = self.options
-        self.policy.begin(collection)
-        forward_only(
-            models,
-            forward_step,
-            lambda: self._batches(collection),
-            num_microbatches=options.use.schedule.mini_steps * get_num_microbatches(),
-            seq_length=options.seq_length,
-            micro_batch_size=options.micro_batch_size,
-        )
-        self.policy.finish()
-
-    def _batches(self, collection: int) -> Iterator[dict[str, Tensor]]:
-        """This rank's micro-batches of a collection, in the order of its updates.
-
-        Example with 2 ranks and micro-batches of 2: rank 0 has the samples 0 1, 4 5, 8 9, ..., as
-        Megatron's MegatronPretrainingSampler shares them out.
-        """
-        from megatron.core import mpu
-
-        assert self.data is not None, "pretrain() has not asked for the training data"
-        size = self.options.micro_batch_size
-        ranks, rank = mpu.get_data_parallel_world_size(), mpu.get_data_parallel_rank()
-        schedule = self.options.use.schedule
-        samples = schedule.of_collection(collection)
-        for first in range(samples.start + rank * size, samples.stop, ranks * size):
-            chosen = [schedule.mixed(i) for i in range(first, first + size)]
-            yield default_collate([self.data.of_store(i) for i in chosen])
 
     def _write(self, collection: int, began_at: int) -> None:
         if (directory := self.options.save_directory) is None:

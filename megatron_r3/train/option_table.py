@@ -16,6 +16,7 @@ from typing import Any
 from megatron_r3.train.losses.advantages import ADVANTAGES
 from megatron_r3.train.losses.aggregation import AGGREGATIONS
 from megatron_r3.train.losses.correction import CORRECTIONS, LEVELS
+from megatron_r3.train.losses.penalty import KL_ESTIMATORS, PLACES
 from megatron_r3.train.option_kind import Option, Rule, flag
 from megatron_r3.train.schedule import SOURCES, STORED
 
@@ -117,6 +118,22 @@ OPTIONS = (
         "the bounds of w: the upper one for tis, lower and upper for the others",
         usual="tis 2; icepop 0.5 5; mask 0.5 2", metavar="BOUND", kind=float, nargs="+",
         **_CORRECTS),
+    Option("rollouts_reference",
+        "the reference policy of the KL term: a checkpoint or a transformers directory",
+        metavar="DIR", needs=(Rule("rollouts_kl_coeff"),), not_with=tuple(
+            Rule(name, (), "the reference's weights could not change places with the trainer's bit "
+                "by bit") for name in ("fp8_param_gather", "fp4_param_gather")
+        )),
+    Option("rollouts_kl_coeff",
+        "add C times the KL from the trainer to the reference; 0: measure that KL alone",
+        usual="off", metavar="C", kind=float, least=0, needs=(Rule("rollouts_reference"),)),
+    Option("rollouts_kl", "the estimator of the KL of a token", default="k3",
+        choices=tuple(KL_ESTIMATORS), needs=(Rule("rollouts_kl_coeff"),)),
+    Option("rollouts_kl_in",
+        "`loss`: the loss grows by the KL; `advantage`: the token's advantage falls by the KL of "
+        "the old policy", default="loss", choices=PLACES, needs=(Rule("rollouts_kl_coeff"),)),
+    Option("rollouts_entropy_coeff", "the loss of a token falls by C times its entropy",
+        usual="off", metavar="C", kind=float, least=0),
     Option("rollouts_log", "append a JSON line with all values of each step", metavar="FILE"),
     Option("rollouts_publish",
         "write policies into DIR for a sampler: [transformers "

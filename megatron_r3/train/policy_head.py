@@ -13,7 +13,7 @@ Shape suffixes (docs/glossary.md): B, N, S, V.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,11 @@ class Policy:
             None: all rows take part.
         kept: the tokens that the sampler kept for each token, or None: it kept all.
         measures_entropy: whether `entropy_BS` is wanted.
-        entropy_BS: the entropy of each token's distribution, in nats; None until the loss ran.
+        returns_entropy: whether the model returns losses and entropies, `[2, B, S]`, instead of
+            losses alone. So a gradient of the entropy takes the way that a loss's takes, also where
+            a schedule cuts the graph at the model's output (combined 1F1B).
+        entropy_BS: the entropy of each token's distribution, in nats, without gradient; None until
+            the loss ran.
         used: whether the model has computed its loss with this policy.
     """
 
@@ -48,13 +52,15 @@ class Policy:
     vocab_size: int | None = None
     kept: KeptTokens | None = None
     measures_entropy: bool = False
+    returns_entropy: bool = False
     entropy_BS: Tensor | None = None
     used: bool = False
 
     @property
     def is_plain(self) -> bool:
         """Whether the logits are taken as they are, and nothing is measured."""
-        return self.temperature == 1 and not (self.vocab_size or self.kept or self.measures_entropy)
+        changes = self.temperature != 1 or self.vocab_size or self.kept
+        return not (changes or self.measures_entropy or self.returns_entropy)
 
     def check_used(self) -> None:
         """End training if the model has computed its loss without this policy."""
@@ -111,6 +117,10 @@ def install(model: torch.nn.Module) -> None:
             return upstream(labels, logits)
         policy.used = True
         logits = limited(logits, policy, _tensor_parallel_group())
+        if policy.returns_entropy:
+            entropy_BS = Entropy.apply(logits, _tensor_parallel_group())
+            policy.entropy_BS = entropy_BS.detach()
+            return torch.stack([upstream(labels, logits), entropy_BS])
         if policy.measures_entropy:
             policy.entropy_BS = entropy(logits, _tensor_parallel_group())
         return upstream(labels, logits)
@@ -147,16 +157,50 @@ def _least(logits: Tensor) -> float:
     return torch.finfo(logits.dtype).min / 2
 
 
-def entropy(logits: Tensor, group: Any | None = None) -> Tensor:
-    """The entropy `[B, S]` of the distributions of `limited` logits, in nats; no gradient."""
-    with torch.no_grad():
-        rows = logits.detach().flatten(0, 1)
-        parts = [_entropy(chunk.float(), group) for chunk in rows.split(_CHUNK)]
-        return torch.cat(parts).reshape(logits.shape[:2]).transpose(0, 1)
+class Entropy(torch.autograd.Function):
+    """`entropy` with a gradient, which the forward pass computes.
+
+    The gradient needs as much memory as the logits do. The logits themselves cannot be kept for the
+    backward pass: losses of Megatron and of Transformer Engine overwrite the logits.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, group: Any | None) -> Tensor:
+        """Return the entropy `[B, S]`; see `entropy`."""
+        slope = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        ctx.save_for_backward(slope)
+        return entropy(logits, group, slope)
+
+    @staticmethod
+    def backward(ctx: Any, gradient_BS: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient of the logits."""
+        (slope,) = ctx.saved_tensors
+        return (slope * gradient_BS.transpose(0, 1)[..., None]).to(slope.dtype), None
 
 
-def _entropy(logits: Tensor, group: Any | None) -> Tensor:
-    """log Z - sum(p x): x is a logit minus the largest one, Z is sum(exp(x)), over all ranks."""
+@torch.no_grad()
+def entropy(logits: Tensor, group: Any | None = None, slope: Tensor | None = None) -> Tensor:
+    """The entropy `[B, S]` of the distributions of `limited` logits, in nats; no gradient.
+
+    Args:
+        slope: like the logits; gets the derivative of each entropy by the logits of its row.
+    """
+    rows = logits.detach().flatten(0, 1)
+    slopes: Sequence[Tensor | None] = [None] * len(rows)
+    if slope is not None:
+        slopes = slope.flatten(0, 1).split(_CHUNK)
+    parts = [
+        _entropy(chunk.float(), group, into)
+        for chunk, into in zip(rows.split(_CHUNK), slopes, strict=False)
+    ]
+    return torch.cat(parts).reshape(logits.shape[:2]).transpose(0, 1)
+
+
+def _entropy(logits: Tensor, group: Any | None, slope: Tensor | None) -> Tensor:
+    """log Z - sum(p x): x is a logit minus the largest one, Z is sum(exp(x)), over all ranks.
+
+    The derivative by a logit is -p (log p + entropy), with log p = x - log Z.
+    """
     most = _over_ranks(logits.max(-1).values, torch.distributed.ReduceOp.MAX, group)
     shifted = logits - most[:, None]
     weight = shifted.exp()
@@ -164,7 +208,11 @@ def _entropy(logits: Tensor, group: Any | None) -> Tensor:
     # A row that is left out has weight 0, and no part in the sum.
     products = torch.where(weight > 0, weight * shifted, 0.0)
     product = _over_ranks(products.sum(-1), torch.distributed.ReduceOp.SUM, group)
-    return total.log() - product / total
+    found = total.log() - product / total
+    if slope is not None:
+        log_p = shifted - total.log()[:, None]
+        slope.copy_(torch.where(weight > 0, -log_p.exp() * (log_p + found[:, None]), 0.0))
+    return found
 
 
 def _over_ranks(values: Tensor, operation: Any, group: Any | None) -> Tensor:

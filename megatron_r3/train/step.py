@@ -28,6 +28,7 @@ from megatron_r3.replay.model_routes import ModelRoutes
 from megatron_r3.replay.planner import Planner
 from megatron_r3.replay.rank_layout import RankLayout
 from megatron_r3.replay.tally import Tally
+from megatron_r3.train.collection_pass import CollectionPass
 from megatron_r3.train.forward import on_device, run_forward
 from megatron_r3.train.guard import StepGuard
 from megatron_r3.train.ledger import Ledger
@@ -41,6 +42,7 @@ from megatron_r3.train.options import RolloutOptions
 from megatron_r3.train.policy_check import PolicyCheck, speaks_for_stage
 from megatron_r3.train.policy_head import KeptTokens, Policy, install
 from megatron_r3.train.progress import Progress
+from megatron_r3.train.reference_policy import Reference
 from megatron_r3.train.refuse import refuse
 from megatron_r3.train.schedule import SOURCES
 from megatron_r3.train.witness import DispatchWitness
@@ -97,6 +99,7 @@ class RolloutStep:
         observe: called with a router that has no hook, because training routes live, and its layer
             number; puts in a hook that compares the router's choice with the record.
         hooks: called before each step, and after the last one.
+        reference: of the KL term; None without one.
         parts: the classes that the training is made of; None for those of `Parts`.
     """
 
@@ -110,8 +113,9 @@ class RolloutStep:
         observe: Callable[[Any, int], None],
         hooks: Sequence[StepHook] = (),
         parts: Parts | None = None,
+        reference: Reference | None = None,
     ) -> None:
-        self.hooks = hooks
+        self.hooks, self.reference = hooks, reference
         self.options, self.store, self.progress, self.ledger = options, store, progress, ledger
         self._evaluate, self._observe = evaluate, observe
         self._parts = parts or Parts()
@@ -147,15 +151,21 @@ class RolloutStep:
         self._guard.add_rows(host["rows"])
         measures = self._measures() or self.options.log_file is not None
         self.metrics.measures_update |= measures
-        batch, policy = on_device(host), self._policy(prepared, measures)
+        adds_entropy = bool(self.options.loss.penalty.entropy)
+        batch, policy = on_device(host), self._policy(prepared, measures, adds_entropy)
         policy.attach(batch["labels"])
         # combined 1F1B asks for the nodes of the forward pass, and runs them after this call
         forward = model.build_schedule_plan if kwargs.get("return_schedule_plan") else model
         output = run_forward(forward, batch, host, self._microbatch(chunk, prepared))
         return output, partial(self._loss, batch, host, policy)
 
+    @property
+    def passes(self) -> list[CollectionPass]:
+        """The passes that run over each collection."""
+        return [one for one in (self.old_pass, self.reference) if one is not None]
+
     def begin(self, models: list[Any]) -> None:
-        """Before a step: call the hooks, and run the old policy's pass over a new collection.
+        """Before a step: call the hooks, and run the passes over a new collection.
 
         All ranks call this before the forward passes.
         """
@@ -166,6 +176,8 @@ class RolloutStep:
             hook.begin(models, self.progress.iteration)
         if self.old_pass is not None:
             self.old_pass.begin(models, self._old_forward)
+        if self.reference is not None:
+            self.reference.begin(models, self._reference_forward, place.collection)
 
     def _old_forward(
         self, data_iterator: Iterator[dict[str, Tensor]], model: Any
@@ -176,7 +188,7 @@ class RolloutStep:
         chunk = self._chunk(module)
         prepared = chunk.preparer.prepare(next(data_iterator), with_plan=False, for_old_pass=True)
         chunk.policies.check(prepared.rollouts)
-        host, routes, microbatch = prepared.batch, prepared.routes, None
+        routes, microbatch = prepared.routes, None
         replays = self.options.replays_routes
         # OBSERVE makes a live pass order experts as with gradients; a fused router always does so.
         fused = not replays and getattr(module.config, "moe_router_fusion", False)
@@ -186,18 +198,18 @@ class RolloutStep:
                 mode=Mode.REPLAY if replays else Mode.OBSERVE,
                 as_with_gradients=layers_with_gradients(module),
             )
-        batch, policy = on_device(host), self._policy(prepared, False)
-        policy.attach(batch["labels"])
-        output = run_forward(model, batch, host, microbatch)
+        result = self.old_pass.forward(model, prepared, self._policy(prepared), microbatch)
         if routes is not None and microbatch is not None and self.options.takes_old_routes:
             self.old_pass.policy.add_routes(torch.from_numpy(routes.rows_T), microbatch.ids)
+        return result
 
-        def keep(output_BS: Tensor, non_loss_data: bool) -> None:
-            assert self.old_pass is not None
-            policy.check_used()
-            self.old_pass.policy.add_logprobs(host["rows"], -output_BS.float())
-
-        return output, keep
+    def _reference_forward(
+        self, data_iterator: Iterator[dict[str, Tensor]], model: Any
+    ) -> tuple[Any, Callable[..., Any]]:
+        """The forward step of the reference's pass, always live."""
+        assert self.reference is not None
+        prepared = self._chunk(unwrapped(model)).preparer.prepare_live(next(data_iterator))
+        return self.reference.forward(model, prepared, self._policy(prepared))
 
     def check(self, models: list[Any]) -> None:
         """Check a step after its last backward pass; ends training if there is a fault."""
@@ -315,7 +327,9 @@ class RolloutStep:
             return False
         return iteration == self._first_iteration or (iteration + 1) % interval == 0
 
-    def _policy(self, prepared: Prepared, measures: bool) -> Policy:
+    def _policy(
+        self, prepared: Prepared, measures: bool = False, adds_entropy: bool = False
+    ) -> Policy:
         """How the logits of a micro-batch become the distribution that the sampler drew from."""
         info, rows = self.store.info, self.options.padded_vocab_size
         kept, shape = prepared.kept, prepared.batch["labels"].shape
@@ -325,6 +339,7 @@ class RolloutStep:
             vocab_size=info.vocab_size if info.vocab_size and info.vocab_size != rows else None,
             kept=None if kept is None or not len(kept.ids_V) else KeptTokens.of(kept, shape),
             measures_entropy=measures,
+            returns_entropy=adds_entropy,
         )
 
     def _loss(
@@ -339,8 +354,13 @@ class RolloutStep:
         policy.check_used()
         from megatron.core.rerun_state_machine import get_rerun_state_machine
 
-        options = self.options
-        terms = terms_of(batch, output_BS, self._old_logprobs(batch, host))
+        options, entropy_BS, reference_BS = self.options, None, None
+        if policy.returns_entropy:
+            output_BS, entropy_BS = output_BS
+        if self.reference is not None:
+            reference_BS = self.reference.logprobs(host).cuda(non_blocking=True)
+        old_BS = self._old_logprobs(batch, host)
+        terms = terms_of(batch, output_BS, old_BS, reference_BS, entropy_BS)
         try:
             loss, count, report, update = policy_loss(
                 terms, batch["reward"], options.loss, options.per_token_loss

@@ -27,6 +27,7 @@ _MEANS = {
     "groups with one reward": ("uniform", "rollouts"),
     "response length": ("length", "rollouts"),
     "entropy": ("entropy", "measured tokens"),
+    "reference kl": ("reference_kl", "tokens with a reference"),
     "clip fraction low": ("clip_low", "clippable"),
     "clip fraction high": ("clip_high", "clippable"),
     "ratio": ("ratio", "tokens"),
@@ -75,10 +76,12 @@ class UpdateMetrics:
                 **_of_rollouts(update, batch),
                 **_on_host(host, batch),
             }
-            mask_BS = update.terms.mask_BS
+            mask_BS, kl_BS = update.terms.mask_BS, update.reference_kl_BS
             if entropy_BS is not None:
                 sums["entropy"] = torch.where(mask_BS > 0, entropy_BS, 0.0).sum()
                 sums["measured tokens"] = mask_BS.sum()
+            if kl_BS is not None:
+                sums |= {"reference_kl": kl_BS.sum(), "tokens with a reference": mask_BS.sum()}
             none = mask_BS.new_zeros(())
             self._sums.append(torch.stack([sums.get(name, none).double() for name in _NAMES]))
             weights = update.corrected.weight_BS * mask_BS

@@ -12,6 +12,7 @@ from typing import Any
 from megatron_r3.train.losses import policy_loss
 from megatron_r3.train.losses.correction import CorrectionOptions
 from megatron_r3.train.losses.loss import LossOptions
+from megatron_r3.train.losses.penalty import PenaltyOptions
 from megatron_r3.train.losses.policy_loss import LOSSES, Clip
 from megatron_r3.train.option_table import flag, value
 from megatron_r3.train.schedule import Schedule, UseOfRollouts
@@ -53,6 +54,12 @@ def read_loss(args: Any) -> LossOptions:
         aggregation=aggregation,
         fixed_length=fixed_length,
         correction=correction,
+        penalty=PenaltyOptions(
+            kl=args.rollouts_kl_coeff,
+            kl_estimator=value(args, "rollouts_kl"),
+            kl_place=value(args, "rollouts_kl_in"),
+            entropy=args.rollouts_entropy_coeff,
+        ),
     )
 
 
@@ -96,6 +103,7 @@ def refuse_update(args: Any) -> None:
     """
     _refuse_shuffle(args)
     _refuse_log(args.rollouts_log)
+    _refuse_reference(args.rollouts_reference)
 
 
 def _refuse_log(name: str | None) -> None:
@@ -109,6 +117,16 @@ def _refuse_log(name: str | None) -> None:
         raise ValueError(f"--rollouts-log {name}: its folder does not exist; make it first")
     if not os.access(file if file.exists() else file.parent, os.W_OK):
         raise ValueError(f"--rollouts-log {name}: it cannot be written; name another file")
+
+
+def _refuse_reference(name: str | None) -> None:
+    """Refuse a folder without a policy, before a model is built."""
+    tracker = "latest_checkpointed_iteration.txt"
+    if name is not None and not any((Path(name) / n).is_file() for n in ("config.json", tracker)):
+        raise ValueError(
+            f"--rollouts-reference {name}: it has neither a config.json of transformers nor a "
+            f"{tracker} of Megatron: give the folder that --load or --hf-import takes"
+        )
 
 
 def _refuse_shuffle(args: Any) -> None:

@@ -52,12 +52,13 @@ def check_load(args: Any) -> None:
         raise ValueError(f"--load {args.load}: there is no checkpoint (no {tracker.name})")
 
 
-def load_whole(models: Sequence[torch.nn.Module], args: Any) -> None:
+def load_whole(models: Sequence[torch.nn.Module], args: Any, option: str = "--load") -> None:
     """Load the whole checkpoint `args.load` into a model. All ranks call it.
 
     Args:
         models: this rank's model chunks.
         args: Megatron's parsed arguments.
+        option: the option that names the checkpoint, for errors.
 
     Raises:
         ValueError: the checkpoint cannot be read, or has other tensors, shapes or settings than
@@ -73,7 +74,7 @@ def load_whole(models: Sequence[torch.nn.Module], args: Any) -> None:
     for model in models:
         for tensor in _floats(model.state_dict()).values():
             tensor.detach().fill_(float("nan"))
-    where = f"--load {args.load}"
+    where = f"{option} {args.load}"
     try:
         with _comparing(models, args) as is_compared:
             load_checkpoint(list(models), None, None)

@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron_r3.data.digest import file_digest
 from megatron_r3.replay.layers import unwrapped
 from megatron_r3.replay.words import quoted
+from megatron_r3.train.reference_policy import finish_updates
 from megatron_r3.weights.all_ranks import agree, everyones, my_rank, on_first_rank, together
 from megatron_r3.weights.directory import (
     CONFIG,
@@ -102,7 +103,7 @@ def write_policy(
         ValueError: `directory` is in use or cannot be written, a weight is not finite, `like`
             describes another model, or the model cannot be moved. The same on every rank.
     """
-    _finish_updates(models)
+    finish_updates(models)
     model, described = together(
         lambda: _model_to_write(models, directory, family, like, dtype, vocab_size)
     )
@@ -216,21 +217,6 @@ def _model(
         family = family_of(config, settings)
     family.check(config, settings)
     return _Model(config, settings, pieces_of(models), family, family.tensors(config))
-
-
-def _finish_updates(models: Sequence[Any]) -> None:
-    """Make every rank hold the newest weights.
-
-    With --overlap-param-gather each rank of a distributed optimizer updates a part of the weights,
-    and gets the rest from other ranks only in the next forward pass. Megatron too gets the rest
-    before it saves a checkpoint (`disable_forward_pre_hook` in
-    megatron/core/distributed/distributed_data_parallel.py).
-    """
-    for model in models:
-        settings = getattr(model, "ddp_config", None)
-        if settings is not None and settings.overlap_param_gather:
-            with torch.no_grad():
-                model.start_param_sync(force_sync=True)
 
 
 def _checked_plan(model: _Model) -> Plan:

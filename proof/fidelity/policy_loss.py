@@ -25,12 +25,14 @@ class Response:
         trainer, old, sampler: log-probs, float64 `[G]`, of the policy pi that is trained, of the
             policy from which the update starts, and of the sampler mu.
         advantage: A.
+        reference: log-probs `[G]` of the reference policy of a KL term.
     """
 
     trainer: np.ndarray
     old: np.ndarray
     sampler: np.ndarray
     advantage: float
+    reference: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -43,12 +45,14 @@ class Expected:
         gradients: of `sum`, with respect to the trainer's log-probs, `[G]` for each rollout.
         positive: as `sum`, with the absolute value of each token's part. Tests divide the error of
             `sum` by it.
+        shares: what the part of each token is multiplied by in `sum`, `[G]` for each rollout.
     """
 
     sum: float
     divisor: int
     gradients: list[np.ndarray]
     positive: float
+    shares: list[np.ndarray]
 
     @property
     def loss(self) -> float:
@@ -58,9 +62,12 @@ class Expected:
 
 def expected(responses: Sequence[Response], options: Any) -> Expected:
     """Compute the loss that `options` (`megatron_r3.train.losses.loss.LossOptions`) describes."""
-    total, positive, divisor, gradients = 0.0, 0.0, 0, []
+    total, positive, divisor, gradients, shares = 0.0, 0.0, 0, [], []
     for response in responses:
-        gain_G, slope_G = _GAINS[options.name](response, options.clip)
+        kl_G, kl_slope_G = _kl(response, response.trainer, options.penalty, "loss")
+        lowered_G, _ = _kl(response, response.old, options.penalty, "advantage")
+        advantages_G = response.advantage - lowered_G
+        gain_G, slope_G = _GAINS[options.name](response, advantages_G, options.clip)
         weight_G, keep_G = _correction(response, options.correction)
         kept = int(keep_G.sum())
         scale = {
@@ -69,26 +76,51 @@ def expected(responses: Sequence[Response], options: Any) -> Expected:
             "fixed-length": 1.0 / (options.fixed_length or 1),  # Dr.GRPO, arXiv 2503.20783
         }[options.aggregation]
         divisor += kept if options.aggregation == "token-mean" else int(kept > 0)
-        factor_G = -scale * weight_G * keep_G
-        total += float((factor_G * gain_G).sum())
-        positive += float(np.abs(factor_G * gain_G).sum())
-        gradients.append(factor_G * slope_G)
-    return Expected(total, divisor, gradients, positive)
+        share_G = scale * keep_G
+        parts_G = share_G * (kl_G - weight_G * gain_G)
+        total += float(parts_G.sum())
+        positive += float(np.abs(parts_G).sum())
+        gradients.append(share_G * (kl_slope_G - weight_G * slope_G))
+        shares.append(share_G)
+    return Expected(total, divisor, gradients, positive, shares)
 
 
-def _grpo(response: Response, clip: Any) -> tuple[np.ndarray, np.ndarray]:
+def _kl(
+    response: Response, logprobs_G: np.ndarray, penalty: Any, place: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """What a KL term adds at a place for each token, and its derivative by the log-prob.
+
+    With d = log(ref / policy): k1 is -d, k2 is d^2 / 2, k3 is exp(d) - 1 - d (J. Schulman,
+    "Approximating KL divergence", 2020). The derivative of d by the policy's log-prob is -1.
+    """
+    if penalty.kl is None or penalty.kl_place != place:
+        return np.zeros(len(logprobs_G)), np.zeros(len(logprobs_G))
+    assert response.reference is not None
+    pairs = []
+    for d in response.reference - logprobs_G:
+        pairs.append(
+            {
+                "k1": (-d, 1.0),
+                "k2": (d * d / 2, -d),
+                "k3": (math.exp(d) - 1 - d, 1 - math.exp(d)),
+            }[penalty.kl_estimator]
+        )
+    values_G, slopes_G = _columns(pairs)
+    return penalty.kl * values_G, penalty.kl * slopes_G
+
+
+def _grpo(response: Response, advantages_G: np.ndarray, clip: Any) -> tuple[np.ndarray, np.ndarray]:
     """Gain and slope of each token, with a ratio for each token."""
     ratio_G = np.exp(response.trainer - response.old)
-    pairs = [_clipped(ratio, response.advantage, clip) for ratio in ratio_G]
-    return _columns(pairs)
+    return _columns([_clipped(r, a, clip) for r, a in zip(ratio_G, advantages_G, strict=True)])
 
 
-def _gspo(response: Response, clip: Any) -> tuple[np.ndarray, np.ndarray]:
+def _gspo(response: Response, advantages_G: np.ndarray, clip: Any) -> tuple[np.ndarray, np.ndarray]:
     """GSPO-token, arXiv 2507.18071, equations 13 and 14: all tokens have the sequence's ratio."""
     if not len(response.trainer):
         return np.zeros(0), np.zeros(0)
     ratio = math.exp(float(np.mean(response.trainer - response.old)))
-    return _columns([_clipped(ratio, response.advantage, clip)] * len(response.trainer))
+    return _columns([_clipped(ratio, advantage, clip) for advantage in advantages_G])
 
 
 def _clipped(ratio: float, advantage: float, clip: Any) -> tuple[float, float]:
@@ -106,14 +138,17 @@ def _clipped(ratio: float, advantage: float, clip: Any) -> tuple[float, float]:
     return gain, gain
 
 
-def _cispo(response: Response, clip: Any) -> tuple[np.ndarray, np.ndarray]:
+def _cispo(
+    response: Response, advantages_G: np.ndarray, clip: Any
+) -> tuple[np.ndarray, np.ndarray]:
     """The slope is a clipped weight, held constant, times A: arXiv 2506.13585, equations 4 and 5.
 
     The gain has the same value: a log-prob in it would make gains incomparable.
     """
     bounds = 1 - clip.low, 1 + clip.high
     ratios = [math.exp(x) for x in response.trainer - response.old]
-    gains = [min(max(ratio, bounds[0]), bounds[1]) * response.advantage for ratio in ratios]
+    weights = [min(max(ratio, bounds[0]), bounds[1]) for ratio in ratios]
+    gains = [weight * advantage for weight, advantage in zip(weights, advantages_G, strict=True)]
     return np.array(gains), np.array(gains)
 
 

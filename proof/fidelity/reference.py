@@ -191,7 +191,23 @@ def nll(
         live: whether the model chooses the experts, instead of replay.
     """
     tokens = torch.from_numpy(sampled.tokens).long()[None]
-    mask = torch.from_numpy(sampled.response[1:]).float()[None]
+    if temperature == 1:
+        mask = torch.from_numpy(sampled.response[1:]).float()[None]
+        return _forward(model, sampled, live, labels=tokens[:, 1:], loss_mask=mask)[0].float()
+    logprobs_TV = logprobs(model, sampled, temperature, live)
+    return -logprobs_TV.gather(-1, tokens[0, 1:, None])[:, 0]
+
+
+def logprobs(
+    model: torch.nn.Module, sampled: Sampled, temperature: float = 1.0, live: bool = False
+) -> torch.Tensor:
+    """The log-probs of all tokens of the vocabulary after each token, float32 `[T, V]`."""
+    logits_TV = _forward(model, sampled, live)[0].float()
+    return torch.log_softmax(logits_TV / temperature, -1)
+
+
+def _forward(model: torch.nn.Module, sampled: Sampled, live: bool, **more: Any) -> torch.Tensor:
+    tokens = torch.from_numpy(sampled.tokens).long()[None]
     numbers = sorted(local_moe_layers(model))
     ids = {n: torch.from_numpy(sampled.routes_LTK[i]) for i, n in enumerate(numbers)}
     missing_T = torch.from_numpy(~sampled.recorded_T)
@@ -199,10 +215,7 @@ def nll(
     positions = torch.arange(tokens.shape[1] - 1)[None]
     given = (tokens[:, :-1], positions, None)
     with replaying(None if live else routes):
-        if temperature == 1:
-            return model(*given, labels=tokens[:, 1:], loss_mask=mask)[0].float()
-        logprobs_TV = torch.log_softmax(model(*given)[0].float() / temperature, -1)
-    return -logprobs_TV.gather(-1, tokens[0, 1:, None])[:, 0]
+        return model(*given, **more)
 
 
 def _losses(

@@ -3,7 +3,7 @@
 As `proof/fidelity/reference.py`, which has one loss, but with the losses of
 `proof/fidelity/policy_loss.py`. Megatron is imported only inside the functions that ranks run.
 
-Shape suffixes (docs/glossary.md): G, T.
+Shape suffixes (docs/glossary.md): G, T, V.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from megatron_r3.train.losses.loss import LossOptions
 from proof.fidelity.gradients import Piece, collect
 from proof.fidelity.policy_loss import Expected, Response, advantages, expected
-from proof.fidelity.reference import build_and_save, nll
+from proof.fidelity.reference import build_and_save, logprobs, nll
 from proof.fidelity.rollouts import Sampled
 
 
@@ -32,6 +32,7 @@ class Recipe:
         loss: what these options mean.
         trainer_is_old: in its only update on the rollouts the trainer is then its own old policy.
         centred: advantages without the standard deviation.
+        reference: whether `options` name the folder of a reference policy.
         micro_batch: rollouts of a micro-batch, whose averages Megatron averages. None: with
             --calculate-per-token-loss the average is that of the whole step.
     """
@@ -40,6 +41,7 @@ class Recipe:
     loss: LossOptions
     trainer_is_old: bool = False
     centred: bool = False
+    reference: bool = False
     micro_batch: int | None = None
 
 
@@ -67,19 +69,24 @@ def make_updates(
     checkpoint: Path,
     recipes: dict[str, Recipe],
 ) -> dict[str, Update]:
-    """Build the model, save it, and work out the update of each recipe."""
-    model = build_and_save(argv, checkpoint)[1]
+    """Build the model, save it, and work out the update of each recipe.
+
+    The reference policy is the model with other weights, saved beside `checkpoint`.
+    """
+    args, model = build_and_save(argv, checkpoint)
+    reference = _reference(args, model, rollouts, checkpoint.with_name("reference"))
     with torch.no_grad():
         trainer = [-nll(model, sampled).double().numpy() for sampled in rollouts]
+        entropy = [_entropy(model, sampled).numpy() for sampled in rollouts]
+    given = [Given(*one) for one in zip(rollouts, trainer, reference, entropy, strict=True)]
     wanted, slopes = {}, {}
     for name, recipe in recipes.items():
-        right = _responses(rollouts, trainer, recipe)
-        wanted[name], slopes[name, ""] = _step(right, recipe)
+        wanted[name], slopes[name, ""] = _step(_responses(given, recipe), recipe)
         if recipe.micro_batch:  # the controls of the same recipe without averages are enough
             continue
-        for control, wrong in _wrong(rollouts, trainer, recipe).items():
-            slopes[name, control] = _step(wrong, recipe)[1]
-        slopes[name, "shifted mask"] = [np.roll(s, 1) for s in slopes[name, ""]]
+        for control, wrong in _wrong(given, recipe).items():
+            slopes[name, control] = _step(*wrong)[1]
+        slopes[name, "shifted mask"] = [np.roll(s, 1, 0) for s in slopes[name, ""]]
     gradients = _gradients(model, rollouts, slopes)
     return {
         name: Update(
@@ -92,52 +99,114 @@ def make_updates(
     }
 
 
-def _responses(
-    rollouts: list[Sampled], trainer: list[np.ndarray], recipe: Recipe, shift: int = 0
-) -> list[tuple[Response, np.ndarray]]:
-    """The response of each rollout, and which of its inputs' predictions it is, bool `[T]`.
+@dataclass(frozen=True)
+class Given:
+    """A rollout, and what models give for its predictions: float64 `[T]`.
+
+    Attributes:
+        trainer, reference: log-probs; the reference routes live.
+        entropy: of the trainer's distributions.
+    """
+
+    sampled: Sampled
+    trainer: np.ndarray
+    reference: np.ndarray
+    entropy: np.ndarray
+
+
+@dataclass(frozen=True)
+class Part:
+    """The response of a rollout; which predictions it is, bool `[T]`; their entropies `[G]`."""
+
+    response: Response
+    on: np.ndarray
+    entropy: np.ndarray
+
+
+def _responses(given: list[Given], recipe: Recipe, shift: int = 0) -> list[Part]:
+    """The response of each rollout.
 
     Args:
-        shift: by how many tokens the sampler's log-probs are moved; a control.
+        shift: by how many tokens the log-probs of the sampler and of the reference are moved; a
+            control.
     """
-    rewards, groups = [r.reward for r in rollouts], [r.group for r in rollouts]
+    sampled = [one.sampled for one in given]
+    rewards, groups = [s.reward for s in sampled], [s.group for s in sampled]
     made = []
-    for sampled, logprobs_T, advantage in zip(
-        rollouts, trainer, advantages(rewards, groups, not recipe.centred), strict=True
-    ):
-        on_T = sampled.response[1:]
+    for one, advantage in zip(given, advantages(rewards, groups, not recipe.centred), strict=True):
+        on_T = one.sampled.response[1:]
         # a store has them in float32
-        stored_T = np.roll(sampled.logprobs.astype(np.float32), shift)[1:]
-        sampler_G = stored_T[on_T].astype(np.float64)
-        old_G = logprobs_T[on_T] if recipe.trainer_is_old else sampler_G
-        made.append((Response(logprobs_T[on_T], old_G, sampler_G, advantage), on_T))
+        stored_T = np.roll(one.sampled.logprobs.astype(np.float32), shift)[1:]
+        sampler_G, trainer_G = stored_T[on_T].astype(np.float64), one.trainer[on_T]
+        old_G = trainer_G if recipe.trainer_is_old else sampler_G
+        reference_G = np.roll(one.reference, shift)[on_T]
+        response = Response(trainer_G, old_G, sampler_G, advantage, reference_G)
+        made.append(Part(response, on_T, one.entropy[on_T]))
     return made
 
 
-def _wrong(
-    rollouts: list[Sampled], trainer: list[np.ndarray], recipe: Recipe
-) -> dict[str, list[tuple[Response, np.ndarray]]]:
+def _wrong(given: list[Given], recipe: Recipe) -> dict[str, tuple[list[Part], Recipe]]:
     other = replace(recipe, trainer_is_old=not recipe.trainer_is_old)
-    return {
-        "the other old policy": _responses(rollouts, trainer, other),
-        "shifted log-probs": _responses(rollouts, trainer, recipe, shift=1),
+    wrong = {
+        "the other old policy": (_responses(given, other), recipe),
+        "shifted log-probs": (_responses(given, recipe, shift=1), recipe),
     }
+    for term in ("kl", "entropy"):
+        if getattr(recipe.loss.penalty, term) is not None:
+            penalty = replace(recipe.loss.penalty, **{term: None})
+            without = replace(recipe, loss=replace(recipe.loss, penalty=penalty))
+            wrong[f"no {term}"] = (_responses(given, recipe), without)
+    return wrong
 
 
-def _step(
-    responses: Sequence[tuple[Response, np.ndarray]], recipe: Recipe
-) -> tuple[Expected, list[np.ndarray]]:
-    """The loss of all rollouts, and the step's derivative by each prediction's log-prob, `[T]`."""
-    size = recipe.micro_batch or len(responses)
+def _step(parts: Sequence[Part], recipe: Recipe) -> tuple[Expected, list[np.ndarray]]:
+    """The loss of all rollouts; the step's derivatives for each prediction, `[T, 2]`.
+
+    They are the derivatives by its log-prob and by its entropy.
+    """
+    size = recipe.micro_batch or len(parts)
     slopes = []
-    for start in range(0, len(responses), size):
-        part = responses[start : start + size]
-        want = expected([response for response, _ in part], recipe.loss)
-        for (_, on_T), slope_G in zip(part, want.gradients, strict=True):
-            slope_T = np.zeros(len(on_T))
-            slope_T[on_T] = slope_G / max(want.divisor, 1) * size / len(responses)
-            slopes.append(slope_T)
-    return expected([response for response, _ in responses], recipe.loss), slopes
+    for start in range(0, len(parts), size):
+        some = parts[start : start + size]
+        want, falls = _expected(some, recipe)
+        for part, slope_G, fall_G in zip(some, want.gradients, falls, strict=True):
+            slope_T2 = np.zeros((len(part.on), 2))
+            slope_T2[part.on] = np.stack([slope_G, -fall_G], 1) / max(want.divisor, 1)
+            slopes.append(slope_T2 * size / len(parts))
+    return _expected(parts, recipe)[0], slopes
+
+
+def _expected(parts: Sequence[Part], recipe: Recipe) -> tuple[Expected, list[np.ndarray]]:
+    """The loss, and by what an entropy of 1 lowers its sum, `[G]` for each rollout."""
+    want = expected([part.response for part in parts], recipe.loss)
+    falls = [(recipe.loss.penalty.entropy or 0.0) * share_G for share_G in want.shares]
+    fall = sum(float(f @ part.entropy) for f, part in zip(falls, parts, strict=True))
+    return replace(want, sum=want.sum - fall, positive=want.positive + fall), falls
+
+
+def _entropy(model: Any, sampled: Sampled) -> torch.Tensor:
+    """- sum p log p of each prediction, float64 `[T]`."""
+    logprobs_TV = logprobs(model, sampled).double()
+    return -(logprobs_TV.exp() * logprobs_TV).sum(-1)
+
+
+def _reference(args: Any, model: Any, rollouts: list[Sampled], folder: Path) -> list[np.ndarray]:
+    """Save the reference policy; return its log-probs."""
+    from megatron.training.checkpointing import save_checkpoint
+
+    own, saved = [p.detach().clone() for p in model.parameters()], args.save
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter += 0.3 * parameter.std() * noise
+        args.save = str(folder)
+        save_checkpoint(1, [model], None, None, 0)
+        args.save = saved
+        found = [-nll(model, sampled, live=True).double().numpy() for sampled in rollouts]
+        for parameter, value in zip(model.parameters(), own, strict=True):
+            parameter.copy_(value)
+    return found
 
 
 def _gradients(
@@ -146,12 +215,13 @@ def _gradients(
     parameters = [p for p in model.parameters() if p.requires_grad]
     sums = {key: {id(p): torch.zeros_like(p) for p in parameters} for key in slopes}
     for key, slope in slopes.items():
-        for sampled, slope_T in zip(rollouts, slope, strict=True):
+        for sampled, slope_T2 in zip(rollouts, slope, strict=True):
             # A pass for each: the backward pass of Megatron's cross entropy can run only once.
-            logprobs_T = -nll(model, sampled)
-            found = torch.autograd.grad(
-                logprobs_T, parameters, torch.from_numpy(slope_T).float(), allow_unused=True
-            )
+            slope_T, of_entropy_T = torch.from_numpy(slope_T2).unbind(1)
+            total = (-nll(model, sampled) * slope_T.float()).sum()
+            if of_entropy_T.any():
+                total = total + (_entropy(model, sampled) * of_entropy_T).sum()
+            found = torch.autograd.grad(total, parameters, allow_unused=True)
             for parameter, gradient in zip(parameters, found, strict=True):
                 if gradient is not None:
                     sums[key][id(parameter)] += gradient

@@ -193,7 +193,7 @@ def write_between_steps(rank: int, argv: list[str], out: Path, whole: bool = Tru
     from megatron_r3.weights import write_policy
 
     if not whole:
-        write_policy._finish_updates = lambda models: None
+        write_policy.finish_updates = lambda models: None
     sys.argv = ["pretrain.py", *argv]
     models: list[torch.nn.Module] = []
     train_step, done = training.train_step, [0]

@@ -52,8 +52,8 @@ def watched_to_the_end(rank: int, argv: list[str]) -> tuple[Seen, dict[str, torc
     seen: Seen = []
     made = step.terms_of
 
-    def keep(batch: Any, output_BS: Any, old_BS: Any) -> Any:
-        terms = made(batch, output_BS, old_BS)
+    def keep(*given: Any) -> Any:
+        terms = made(*given)
         fields = (terms.mask_BS, terms.old_logprobs_BS, terms.logprobs_BS)
         names = ("mask", "old", "new")
         seen.append({n: f.detach().clone() for n, f in zip(names, fields, strict=True)})

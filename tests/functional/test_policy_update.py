@@ -18,6 +18,7 @@ from megatron_r3.data.store import RolloutStore
 from megatron_r3.train.dataset import PackedRollouts
 from megatron_r3.train.losses.correction import CorrectionOptions
 from megatron_r3.train.losses.loss import LossOptions
+from megatron_r3.train.losses.penalty import PenaltyOptions
 from megatron_r3.train.losses.policy_loss import Clip
 from megatron_r3.train.schedule import Schedule, UseOfRollouts
 from proof.fidelity.cases import CP2, EP2, PACK, PP2, TP2
@@ -62,6 +63,23 @@ RECIPES = {
         ),
         trainer_is_old=True,
     ),
+    "kl": Recipe(
+        "--rollouts-kl-coeff 0.7 --rollouts-entropy-coeff 0.2",
+        LossOptions(penalty=PenaltyOptions(0.7, entropy=0.2)),
+        reference=True,
+    ),
+    "kl in advantages": Recipe(
+        f"{TRAINER} --rollouts-loss gspo --rollouts-kl-coeff 0.7 --rollouts-kl k1 "
+        "--rollouts-kl-in advantage --rollouts-clip-eps 0.05 --rollouts-clip-eps-high 0.06",
+        LossOptions(
+            "gspo",
+            Clip(0.05, 0.06),
+            "sequence-mean",
+            penalty=PenaltyOptions(0.7, "k1", "advantage"),
+        ),
+        trainer_is_old=True,
+        reference=True,
+    ),
 }
 # Without --calculate-per-token-loss Megatron averages the averages of the micro-batches.
 AVERAGED = {
@@ -80,6 +98,7 @@ LAYOUTS = {
 ONE_EACH = {"1": "gspo", "TP2+SP": "grpo", "PP2": "tis", "DP2": "mask", "EP2": "cispo"}
 CASES = [
     *((layout, name) for layout, name in ONE_EACH.items()),
+    *((layout, "kl") for layout in ("1", "TP2+SP", "PP2", "DP2", "packs")),
     *(("CP2", name) for name in RECIPES),
     *(pytest.param("packs", name, marks=pytest.mark.slow) for name in RECIPES),
     ("packs, CP2", "gspo"),
@@ -135,6 +154,8 @@ def trained(
     argv += ["--exit-on-missing-checkpoint", "--eval-iters", "0", "--train-iters", "1"]
     argv += ["--micro-batch-size", str(size), "--global-batch-size", str(samples)]
     argv += ["--rollouts", str(prepared.store), "--moe-router-replay"]
+    if recipe.reference:
+        argv += ["--rollouts-reference", str(prepared.checkpoint.with_name("reference"))]
     argv += ["--lr", "1e-30", "--min-lr", "0", "--log-interval", "1", "--clip-grad", "0"]
     argv += ["--moe-router-replay-verify-dispatch"]
     return worker.run(run_layout, ranks, argv, {"right": prepared.store}, timeout_s=180)

@@ -51,7 +51,8 @@ def responses(
         sampler_G = -rng.exponential(1.0, length)
         old_G = sampler_G + rng.normal(0.0, off, length)
         trainer_G = old_G + rng.normal(0.0, moved, length)
-        made.append(Response(trainer_G, old_G, sampler_G, float(rng.choice(ADVANTAGES))))
+        advantage, reference_G = float(rng.choice(ADVANTAGES)), old_G + rng.normal(0.0, off, length)
+        made.append(Response(trainer_G, old_G, sampler_G, advantage, reference_G))
     return made
 
 
@@ -88,15 +89,18 @@ def lay_out(given: Sequence[Response], rng: np.random.Generator, packed: bool = 
     places = [start + positions for start, positions in zip(starts, own, strict=True)]
     index_BS = np.zeros(shape, np.int64) + (0 if packed else np.arange(len(given))[:, None])
     mask_BS = np.zeros(shape)
-    fields = [rng.choice([-9999.0, 70.0, 0.0, 3e38], shape) for _ in range(4)]
+    fields = [rng.choice([-9999.0, 70.0, 0.0, 3e38], shape) for _ in range(5)]
     for number, (response, place) in enumerate(zip(given, places, strict=True)):
         if packed:
             index_BS.flat[starts[number] : starts[number] + sizes[number]] = number
         mask_BS.flat[place] = 1.0
-        values = (response.trainer, response.old, response.sampler, response.advantage)
+        values = (
+            *(response.trainer, response.old, response.sampler),
+            *(response.advantage, response.reference),
+        )
         for field, value in zip(fields, values, strict=True):
             field.flat[place] = value
-    logprobs_BS, old_BS, sampled_BS, advantages_BS = (torch.from_numpy(f) for f in fields)
+    logprobs_BS, old_BS, sampled_BS, advantages_BS, reference_BS = map(torch.from_numpy, fields)
     terms = LossTerms(
         logprobs_BS.requires_grad_(),
         old_BS,
@@ -104,5 +108,6 @@ def lay_out(given: Sequence[Response], rng: np.random.Generator, packed: bool = 
         advantages_BS,
         torch.from_numpy(mask_BS),
         Sequences(torch.from_numpy(index_BS), len(given)),
+        reference_BS,
     )
     return LaidOut(terms, places)

@@ -59,6 +59,7 @@ THREADS = {
     ("megatron_r3/seams/guests.py", "balance"),
     ("megatron_r3/seams/rl.py", "rl"),
     ("megatron_r3/seams/pretrain.py", "loop"),
+    ("megatron_r3/seams/pretrain.py", "weights"),
 }
 KNOW_MEGATRON = {*"seams train frameworks weights rl cpu loop".split()}
 # the three files of replay that look at a model or at the ranks

@@ -15,6 +15,12 @@ from torch import Tensor
 from megatron_r3.train.losses.aggregation import Average, average
 from megatron_r3.train.losses.agreement import agreement_sums
 from megatron_r3.train.losses.correction import Corrected, CorrectionOptions, correct
+from megatron_r3.train.losses.penalty import (
+    PenaltyOptions,
+    lower_advantages,
+    penalty,
+    reference_kl,
+)
 from megatron_r3.train.losses.policy_loss import Clip, Gain, gain_of
 from megatron_r3.train.losses.terms import LossTerms, Sequences
 
@@ -29,6 +35,7 @@ class LossOptions:
         aggregation: a name of `AGGREGATIONS`.
         fixed_length: tokens, by which the aggregation "fixed-length" divides; None for others.
         correction: for the difference between the old policy and the sampler.
+        penalty: a KL term and an entropy term.
     """
 
     name: str = "grpo"
@@ -36,6 +43,7 @@ class LossOptions:
     aggregation: str = "token-mean"
     fixed_length: int | None = None
     correction: CorrectionOptions = field(default_factory=CorrectionOptions)
+    penalty: PenaltyOptions = field(default_factory=PenaltyOptions)
 
 
 @dataclass(frozen=True)
@@ -44,6 +52,7 @@ class Update:
 
     Attributes:
         agreement: of the trainer with the sampler, sums over response tokens (`agreement_sums`).
+        reference_kl_BS: of each token, no gradient; None without a reference.
     """
 
     terms: LossTerms
@@ -51,24 +60,36 @@ class Update:
     corrected: Corrected
     average: Average
     agreement: dict[str, Tensor]
+    reference_kl_BS: Tensor | None = None
 
 
 def update_of(terms: LossTerms, options: LossOptions) -> Update:
     """The policy loss of one micro-batch on this rank, and what it was computed from."""
+    terms = lower_advantages(terms, options.penalty)
     gain = gain_of(options.name, terms, options.clip)
     corrected = correct(terms, options.correction)
     # Outside the mask a value may be anything: keep it, and its gradient, out of the sum.
     counted_BS = corrected.mask_BS > 0
-    losses_BS = torch.where(counted_BS, -gain.value_BS * corrected.weight_BS, 0.0)
+    losses_BS = -gain.value_BS * corrected.weight_BS + penalty(terms, options.penalty)
+    losses_BS = torch.where(counted_BS, losses_BS, 0.0)
     counted = terms  # with its cached lengths, which may have been summed over the ranks already
     if corrected.mask_BS is not terms.mask_BS:
         counted = replace(terms, mask_BS=corrected.mask_BS)
     result = average(losses_BS, counted, options.aggregation, options.fixed_length)
     agreement = agreement_sums(terms.logprobs_BS, terms.sampled_logprobs_BS, terms.mask_BS)
-    return Update(terms, gain, corrected, result, agreement)
+    kl_BS = None
+    if terms.reference_logprobs_BS is not None:
+        kl_BS = reference_kl(terms, terms.logprobs_BS.detach(), options.penalty.kl_estimator)
+    return Update(terms, gain, corrected, result, agreement, kl_BS)
 
 
-def terms_of(batch: dict[str, Tensor], output_BS: Tensor, old_BS: Tensor | None) -> LossTerms:
+def terms_of(
+    batch: dict[str, Tensor],
+    output_BS: Tensor,
+    old_BS: Tensor | None,
+    reference_BS: Tensor | None = None,
+    entropy_BS: Tensor | None = None,
+) -> LossTerms:
     """The terms of one micro-batch.
 
     Args:
@@ -77,6 +98,7 @@ def terms_of(batch: dict[str, Tensor], output_BS: Tensor, old_BS: Tensor | None)
             -log p(label), float32.
         old_BS: log-probs of the old policy. None: the trainer is its own old policy in this step,
             so the ratio is 1.
+        reference_BS, entropy_BS: see `LossTerms`.
     """
     logprobs_BS = -output_BS.float()
     rewards = batch["reward"]  # [B, rollouts of a sample]
@@ -90,6 +112,8 @@ def terms_of(batch: dict[str, Tensor], output_BS: Tensor, old_BS: Tensor | None)
         batch["advantages"],
         batch["loss_mask"],
         Sequences(index_BS, rewards.numel(), _context_parallel_group()),
+        reference_BS,
+        entropy_BS,
     )
 
 

@@ -1,8 +1,8 @@
-"""The inputs of a policy loss: log-probs of three policies, advantages, each token's rollout.
+"""The inputs of a policy loss: log-probs of policies, advantages, each token's rollout.
 
 Three policies give each response token a log-prob: the sampler (mu), the old policy (old), from
 which the update starts, and the trainer as it is now (pi). The ratio of the policy loss is
-pi / old; a correction uses old / mu.
+pi / old; a correction uses old / mu. A KL term brings a fourth one, the reference (ref).
 
 Shape suffixes (docs/glossary.md): B, S, M.
 """
@@ -74,6 +74,8 @@ class LossTerms:
         advantages_BS: one value for all tokens of a rollout.
         mask_BS: 1 on the response tokens that the loss counts, else 0.
         sequences: which rollout each token belongs to.
+        reference_logprobs_BS: the reference's, without gradient; None without a KL term.
+        entropy_BS: of the trainer's distribution, with gradient; None without an entropy term.
     """
 
     logprobs_BS: Tensor
@@ -82,6 +84,8 @@ class LossTerms:
     advantages_BS: Tensor
     mask_BS: Tensor
     sequences: Sequences
+    reference_logprobs_BS: Tensor | None = None
+    entropy_BS: Tensor | None = None
 
     @cached_property
     def log_ratio_BS(self) -> Tensor:

@@ -4,7 +4,7 @@
 dtype of its log-probs. (`terms_of`, which makes float32 of Megatron's output, and `agreement_sums`
 are not part of it.)
 
-Shape suffixes (docs/glossary.md): B, S.
+Shape suffixes (docs/glossary.md): B, G, S.
 """
 
 import itertools
@@ -22,6 +22,7 @@ from loss_cases import CORRECTIONS, LOSSES, LaidOut, lay_out, responses
 from megatron_r3.train.losses.aggregation import AGGREGATIONS
 from megatron_r3.train.losses.correction import CorrectionOptions
 from megatron_r3.train.losses.loss import LossOptions, policy_loss, update_of
+from megatron_r3.train.losses.penalty import KL_ESTIMATORS, PLACES, PenaltyOptions
 from megatron_r3.train.losses.policy_loss import Clip
 from megatron_r3.train.losses.terms import LossTerms, Sequences
 from proof.fidelity.policy_loss import Expected, Response, expected
@@ -61,6 +62,11 @@ def loss_options(draw: st.DrawFn) -> LossOptions:
             draw(st.sampled_from(["token", "sequence"])),
             low,
             low + draw(st.floats(0.01, 3.0)),
+        ),
+        PenaltyOptions(
+            draw(st.none() | st.floats(0.0, 2.0)),
+            draw(st.sampled_from([*KL_ESTIMATORS])),
+            draw(st.sampled_from(PLACES)),
         ),
     )
 
@@ -192,11 +198,51 @@ def test_what_is_wrong_shows(loss: str, aggregation: str, correction: str, contr
     assert error(*CONTROLS[control](laid.terms, options), laid, want) > 1e-3
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_the_derivatives_of_the_papers_are_those_of_their_values(loss: str) -> None:
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+def test_a_wrong_kl_shows(estimator: str, place: str) -> None:
+    made, laid = one_case(off=1.0)
+    penalty = PenaltyOptions(0.5, estimator, place)
+    options = replace(LOSSES["grpo"], penalty=penalty)
+    want = expected(made, options)
+    assert error(laid.terms, options, laid, want) <= TOLERANCE
+    shifted_BS = laid.terms.reference_logprobs_BS.roll(1, -1)
+    assert error(replace(laid.terms, reference_logprobs_BS=shifted_BS), options, laid, want) > 1e-3
+    for other in {*KL_ESTIMATORS} - {estimator}:
+        wrong = replace(options, penalty=replace(penalty, kl_estimator=other))
+        assert error(laid.terms, wrong, laid, want) > 1e-3
+    (elsewhere,) = {*PLACES} - {place}
+    wrong = replace(options, penalty=replace(penalty, kl_place=elsewhere))
+    assert error(laid.terms, wrong, laid, want) > 1e-3
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_the_entropy_lowers_the_loss_as_other_terms_of_a_token_raise_it(aggregation: str) -> None:
+    made, laid = one_case()
+    options = replace(LOSSES["grpo"], aggregation=aggregation, fixed_length=11)
+    entropy_BS = torch.rand_like(laid.terms.logprobs_BS).requires_grad_()
+    terms = replace(laid.terms, entropy_BS=entropy_BS)
+    with_entropy = replace(options, penalty=PenaltyOptions(entropy=0.3))
+    total = update_of(terms, with_entropy).average.sum
+    want, fall = expected(made, options), torch.zeros_like(entropy_BS)
+    for place, share_G in zip(laid.places, want.shares, strict=True):
+        fall.view(-1)[place] = torch.from_numpy(0.3 * share_G)
+    assert total.item() == pytest.approx(want.sum - (fall * entropy_BS).sum().item(), rel=TOLERANCE)
+    torch.testing.assert_close(torch.autograd.grad(total, entropy_BS)[0], -fall)
+
+
+@pytest.mark.parametrize(
+    ("loss", "estimator"),
+    [*((loss, None) for loss in LOSSES), *(("grpo", name) for name in KL_ESTIMATORS)],
+)
+def test_the_derivatives_of_the_papers_are_those_of_their_values(
+    loss: str, estimator: str | None
+) -> None:
     """The reference's own check: a difference quotient, where no gradient is stopped."""
     made, _ = one_case()
     options = replace(LOSSES[loss], aggregation="sequence-mean")
+    if estimator is not None:
+        options = replace(options, penalty=PenaltyOptions(0.5, estimator))
     want = expected(made, options)
     for number, response in enumerate(made):
         for token in range(len(response.trainer)):
@@ -221,6 +267,7 @@ def test_the_loss_and_its_gradient_are_finite_for_every_log_prob(
     loss: str, correction: str, old: float, sampled: float
 ) -> None:
     options = combined(loss, "sequence-mean", correction)
+    options = replace(options, penalty=PenaltyOptions(0.1))
     for advantage in (-1.0, 0.0, 1.0, 30.0):
         logprobs_BS = torch.tensor([[-0.5, -200.0, -3e38]], requires_grad=True)
         terms = LossTerms(
@@ -230,6 +277,7 @@ def test_the_loss_and_its_gradient_are_finite_for_every_log_prob(
             torch.full((1, 3), advantage),
             torch.ones(1, 3),
             Sequences(torch.zeros(1, 3, dtype=torch.int64), 1),
+            torch.tensor([[sampled, 0.0, -sampled]]),
         )
         total, count, report, _ = policy_loss(terms, torch.ones(1), options, True)
         total.backward()
