@@ -61,7 +61,8 @@ KNOWN_VALUES = {
     ),
     "moe_router_score_function": ("softmax", "sigmoid", "sqrtsoftplus"),
     "moe_token_dispatcher_type": ("allgather", "alltoall", "flex", "alltoall_seq"),
-    "moe_flex_dispatcher_backend": ("deepep", "hybridep", "ncclep"),
+    # None: recipes of Megatron-Bridge say so that their dispatcher is not flex
+    "moe_flex_dispatcher_backend": ("deepep", "hybridep", "ncclep", None),
     "moe_router_dtype": (None, "fp32", "fp64"),
     # ours: a misspelt value must not mean one of the two
     "moe_router_replay_aux_loss": ("replayed", "live"),

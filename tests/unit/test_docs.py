@@ -50,6 +50,10 @@ RUN_BY = [
     (r"make verify\b", f"{KEEPERS}test_verify.py::test_the_command"),
     (r"make export\b", f"{KEEPERS}test_export.py::test_the_command"),
     (r"make bump\b", f"{KEEPERS}test_bump.py::test_the_command"),
+    (
+        r"python -m keepers\.bridge_recipes\b",
+        f"{KEEPERS}test_bridge_recipes.py::test_recipes_are_read_without_their_packages",
+    ),
     (r"make (fidelity|matrix) .*(MEGATRON|REPO)=", NO_CLONE),
     (r"make gpu REHEARSE=1", REHEARSAL),
     (r"make gpu-pack\b", PACKED),

@@ -30,6 +30,7 @@ def test_an_ordinary_config_is_accepted() -> None:
     assert refusals(SimpleNamespace(**GOOD)) == []
     live = {"moe_router_replay_aux_loss": "live", "moe_router_replay_missing": "error"}
     assert refusals(SimpleNamespace(**GOOD, **live)) == []
+    assert refusals(SimpleNamespace(**GOOD, moe_flex_dispatcher_backend=None)) == []
     # Megatron's word for none: TransformerConfig makes None of it
     assert refusals(SimpleNamespace(**GOOD, moe_expert_capacity_factor=-1.0)) == []
 
