@@ -22,7 +22,7 @@ DESCRIPTION = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; return 0 if it did what was asked, 1 if it refused and said why."""
+    """Run one command; return its exit status, as `run_command` does."""
     parser = argparse.ArgumentParser(prog="megatron-r3", description=DESCRIPTION)
     parser.add_argument("--version", action="version", version=megatron_r3.__version__)
     parser.set_defaults(group=parser)  # every command sets `run`, every group of commands `group`
@@ -37,7 +37,8 @@ def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> 
     """Run the command that was given.
 
     Returns:
-        0, or 1 after one line that says why not, or 2 if no command was given.
+        What the command returns (0 if it did what was asked); 1 after one line that says why not;
+        2 if no command was given.
     """
     args = parser.parse_args(argv)
     if "run" not in args:

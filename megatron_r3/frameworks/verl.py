@@ -10,7 +10,7 @@ verl's own replay without a word.
 
 verl's function would put copies of its own in the place of `TopKRouter.routing` and
 `TopKRouter.__init__`, and count dispatched tokens with a wait for the device in each layer. Here
-these stay Megatron's, and `megatron_r3.frameworks.router_replay` replays.
+Megatron's own functions run, and `megatron_r3.frameworks.router_replay` replays.
 """
 
 from __future__ import annotations

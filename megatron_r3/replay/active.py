@@ -10,7 +10,7 @@ never replays by accident. An exception ends the block too, so no routes stay ac
 
 A block ends with an error if no router took, compared or recorded anything in it. There is no error
 for `replaying(None)`, which is live on purpose, nor for a model chunk without MoE layers (a dense
-stage of a pipeline).
+stage of a pipeline) and without routes, nor if the schedule runs the layers after the block.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ WHY_UNTAKEN = (
 
 
 def active_microbatch() -> MicrobatchRoutes | None:
-    """The microbatch whose routes are replayed now. None means that routing is live."""
+    """The microbatch that routers ask now. None means that routing is live."""
     active = ACTIVE.get()
     return None if active is None else active.microbatch
 
@@ -153,14 +153,14 @@ def replaying(microbatch: MicrobatchRoutes | None) -> Iterator[MicrobatchRoutes 
 
 @contextmanager
 def recording() -> Iterator[MicrobatchRoutes]:
-    """Record the live choice of every router inside the block, in `ids` of the yielded object.
+    """Record every router's live choice inside the block (not MTP's) in the yielded object's `ids`.
 
     A recompute repeats the choice of the first pass. What was recorded can be replayed as it is,
     any number of times.
 
     Raises:
-        ReplayError: at the end of the block, if a MoE layer ran and nothing was recorded, or if the
-            schedule runs the layers after the block.
+        ReplayError: at the end of the block, if nothing was recorded (except from a model chunk
+            without MoE layers), or if the schedule runs the layers after the block.
     """
     microbatch = MicrobatchRoutes({}, mode=Mode.RECORD, checked=True)
     forward_pass = ForwardPass(microbatch)
@@ -268,7 +268,7 @@ def end(model: torch.nn.Module) -> None:
 
 
 def bind_to_microbatch(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `function` so that it always runs under the microbatch that is active now, if any.
+    """Wrap `function` so that it always runs under the microbatch active now, or live if none is.
 
     Example: `checkpoint(layer, x)` keeps `bind_to_microbatch(layer)`. The backward pass calls the
     wrapper in autograd's own thread, where no block is open: the layer still takes these routes.
@@ -282,8 +282,8 @@ def bind_to_microbatch(function: Callable[..., Any]) -> Callable[..., Any]:
 def _raise_if_untaken(forward_pass: ForwardPass) -> None:
     """Refuse a forward pass that ended without any router asking for its routes.
 
-    A schedule that splits a forward pass into nodes runs these after the block, so nothing is
-    refused here. The caller must look at `MicrobatchRoutes.untaken` when the step is over, as
+    A schedule that splits a forward pass into nodes runs the nodes after the block: such a pass is
+    not refused here. Its caller must look at `MicrobatchRoutes.untaken` when the step is over, as
     `megatron_r3.train.guard` looks at `used`.
     """
     microbatch = forward_pass.microbatch
@@ -302,7 +302,7 @@ def _raise_if_untaken(forward_pass: ForwardPass) -> None:
 
 
 def _why_nothing(forward_pass: ForwardPass) -> str | None:
-    """Why no router asked for routes in a block, as text for an error; None if it is no error."""
+    """Why no router asked in a block, as text for an error; None if one did, or if none had to."""
     ran, microbatch = forward_pass.ran, forward_pass.microbatch
     if forward_pass.asked or microbatch is None:
         return None
@@ -322,7 +322,7 @@ def _why_nothing(forward_pass: ForwardPass) -> str | None:
     # Live training puts no hook into the routers of MTP: their choice is never compared.
     compares_nothing = observes and not microbatch.ids
     if observes and any(getattr(router, "router_replay", None) for router in routers):
-        return None  # a live router has a hook and never calls it: sinkhorn has no top-k
+        return None  # no error: sinkhorn has no top-k, so a live router does not call its hook
     if not moe or (routers and not live) or compares_nothing:
         return "the model chunk that ran has none of these layers" if microbatch.ids else None
     config: Any = (live or moe)[0].config
@@ -345,7 +345,7 @@ def _is_from(kind: type, package: str) -> bool:
 
 
 class _Bound:
-    """A function that runs in the forward pass in which it was bound.
+    """A function that runs under the routes that were active when it was bound.
 
     Callers look for things in a function: `__closure__`, `__self__`, `__name__`, an attribute of
     their own. Whatever this class does not have is taken from the function. Example: verl searches

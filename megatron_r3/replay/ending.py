@@ -15,7 +15,7 @@ from typing import Any
 
 # how the options begin that only a patched Megatron-LM knows
 _OURS = ("--moe-router-replay", "--rollouts", "--rl-write-rollouts")
-_SILENCE_S = 30.0  # the other ranks wait, so that only rank 0 speaks before the launcher ends all
+_SILENCE_S = 30.0  # others wait: only a node's first rank speaks before the launcher ends all
 
 
 def say_last(text: str) -> None:
@@ -28,12 +28,12 @@ def say_last(text: str) -> None:
         error: --rollouts-clip-eps 7: it must be above 0 and at most 1; 1 is no lower bound
         ============================================================
 
-    Under any other launcher the text goes to stderr.
+    Under any other launcher, or if the file cannot be written, the text goes to stderr.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file and _child_of_torchrun():
-        # torchrun prints the failure with the earliest time last. To a rank that it ended itself it
-        # gives the time at which it looks, which may be in this second: hence one second less.
+        # torchrun prints the failure with the earliest time last. For a rank that torchrun ended
+        # this is the time at which torchrun looks, maybe in this second: hence one second less.
         said = {"message": f"\n{text}", "timestamp": int(time.time()) - 1}
         try:
             Path(file).write_text(json.dumps(said))

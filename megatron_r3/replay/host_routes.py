@@ -20,7 +20,7 @@ from megatron_r3.replay.rows import PADDING, spread_padding
 
 
 class RouteSource(Protocol):
-    """Where routes are read by row id: a `RolloutStore`, or `RouteArrays`."""
+    """Where routes are read by row id: a `RolloutStore`, or `RouteArrays`; both check their ids."""
 
     @property
     def info(self) -> MoEShape:
@@ -46,8 +46,8 @@ class RouteArrays:
     The ids are checked here once, on the host.
 
     Args:
-        ids_LTK: expert ids of any integer dtype: one row for each token that has a route, and one
-            entry of the first axis for each entry of `moe_layers`.
+        ids_LTK: expert ids of any integer dtype; the first axis has the layers of `moe_layers`, the
+            second the row ids.
         num_experts: E.
         moe_layers: the 0-based hidden layers that have a router, ascending.
         recorded_T: bool, False for rows that the engine did not return: those tokens choose live.
@@ -55,7 +55,7 @@ class RouteArrays:
 
     Raises:
         RoutesError: ids that no router can take; the message names layer and token.
-        ValueError: `moe_layers` that no model has, or not one for each layer of the array.
+        ValueError: `moe_layers` that no model has, or more or fewer than the array has layers.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class HostRoutes:
             live_T=live_T if self.live_T.any() else None,
             padding_T=padding_T,
             mean_tokens=self.mean_tokens,
-            checked=True,  # the store, or RouteArrays, has checked the ids on the host
+            checked=True,  # the source has checked the ids on the host
             **microbatch,
         )
 

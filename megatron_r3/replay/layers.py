@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def hybrid_pattern(config: Any) -> str:
-    """The layers of a hybrid model, one letter for each. Empty for a model that is not hybrid.
+    """The layers of a hybrid model as Megatron's option has them; empty for any other model.
 
     0.17 renamed the option, so both names are looked up.
     """
@@ -29,7 +29,8 @@ def moe_layer_indices(config: Any) -> tuple[int, ...]:
     (models/hybrid/hybrid_layer_allocation.py).
 
     Args:
-        config: the parsed arguments, or a TransformerConfig, which lacks a hybrid model's pattern.
+        config: the parsed arguments; or a TransformerConfig, but not of a hybrid model: it lacks
+            the pattern.
     """
     pattern = hybrid_pattern(config)
     if pattern:

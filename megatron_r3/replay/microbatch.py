@@ -62,7 +62,8 @@ class ForwardPass:
         has_inner: whether another block was opened inside of this one.
         is_open: whether the block has not ended yet.
         ran: one module of each class that ran, up to the first router; empty after the block.
-        nothing: after the block, why no router asked, as text for an error; None if it is no error.
+        nothing: after the block, why no router asked, as text for an error; None if one did, or if
+            none had to.
     """
 
     __slots__ = (
@@ -84,7 +85,7 @@ class ForwardPass:
 
 
 # Which block the running code belongs to. A context variable is per thread and per asyncio task, so
-# a lookahead thread, an evaluation in another thread or a second model never sees these routes.
+# a lookahead thread, or an evaluation in another thread, never sees these routes.
 ACTIVE: ContextVar[ForwardPass | None] = ContextVar("megatron_r3_forward_pass", default=None)
 
 
@@ -128,9 +129,9 @@ class MicrobatchRoutes:
             store are. False means that the ids of all layers are checked when the first router
             asks: ids on the host at once, ids on a device with one wait at the end of the block.
         as_with_gradients: the layers that order their experts by score even with gradients off.
-            Megatron orders them only with gradients on, and the order decides how a sum over
-            experts rounds. A forward-only pass is bitwise that of the training step if these are
-            the layers that have gradients on in the step's forward pass.
+            Megatron (from 0.18 on) orders them only with gradients on, and the order decides how a
+            sum over experts rounds. A forward-only pass is bitwise that of the training step if
+            these are the layers that have gradients on in the step's forward pass.
         tally: counts where the live choice differs. None means that nothing is compared.
 
     Attributes:
@@ -154,7 +155,7 @@ class MicrobatchRoutes:
     _first_pass: dict[int, int] = field(default_factory=dict, init=False)
     _given: dict[int, Tensor] = field(default_factory=dict, init=False)
     _wrong_LT: Tensor | None = field(default=None, init=False)  # what the check of the ids found
-    _num_experts: int = field(default=0, init=False)  # E, as the router has it that asked first
+    _num_experts: int = field(default=0, init=False)  # E of the router that asked first
 
     def __post_init__(self) -> None:
         """Check the arguments, and copy the dict `ids`, into which live choices are written."""
@@ -209,7 +210,7 @@ class MicrobatchRoutes:
 
     @property
     def untaken(self) -> list[int]:
-        """The layers of which no router took the given routes; none unless the mode is REPLAY."""
+        """The layers whose routes no router took; empty unless the mode is REPLAY."""
         if self.mode is not Mode.REPLAY:
             return []
         return [layer for layer in self.ids if not self.used[layer]]
@@ -226,7 +227,8 @@ class MicrobatchRoutes:
             live_topk: the router's own choice. It is called only where it is needed.
 
         Raises:
-            ReplayError: the layer has no routes, or not as many as the router has tokens.
+            ReplayError: the layer has no routes, routes of another shape, or wrong ids on the host;
+                or its live choices or its tally belong to an earlier forward pass.
         """
         if layer_number in self.as_with_gradients and not torch.is_grad_enabled():
             with torch.enable_grad():  # the scores have no graph, so none is made here

@@ -25,8 +25,8 @@ from megatron_r3.replay.tally import Tally
 class ModelRoutes:
     """Makes the routes of each micro-batch of one model chunk of this rank.
 
-    It supports every layout of Megatron: pipeline stages and virtual stages (each chunk has its own
-    object), tensor and sequence parallelism, context parallelism, packed sequences, padding.
+    It supports pipeline stages and virtual stages (each chunk has its own object), tensor and
+    sequence parallelism, context parallelism, packed sequences, padding.
 
     `microbatch` does everything in one call. Training on rollouts calls the parts: `read` and
     `plan` work on the host, in a thread ahead of the forward pass, and `activate` brings the result
@@ -90,8 +90,8 @@ class ModelRoutes:
     ) -> MicrobatchRoutes:
         """The routes of one forward pass, on the model's device; one copy, and no wait.
 
-        With plans this is collective: the ranks that share experts call `microbatch` for the same
-        micro-batches in the same order. It may run in a thread ahead of the forward pass.
+        With plans this is collective: the ranks that share experts make equally many calls, in the
+        same order. It may run in a thread ahead of the forward pass.
 
         Args:
             source: a RolloutStore, or RouteArrays.
@@ -133,7 +133,7 @@ class ModelRoutes:
         return read_routes(source, rows_T, self.layer_numbers, mean_tokens)
 
     def plan(self, routes: HostRoutes) -> dict[int, LayerSizes] | None:
-        """The dispatch sizes of each layer; None where no dispatcher asks for them.
+        """The dispatch sizes of each layer; None without plans, or if a rank has live tokens.
 
         It is collective among the ranks that share experts.
         """

@@ -28,7 +28,7 @@ PLANNED_DISPATCHERS = ("alltoall", "allgather")
 # from every rank's counts `[R, L, E]` to the sizes of each layer
 SizesOf = Callable[[np.ndarray, ExpertRanks, list[int]], dict[int, LayerSizes]]
 # The key is an option of the config that changes the sizes. If the option is set, the function gets
-# the config, and returns what replaces `layer_sizes` and needs the counts of all experts.
+# the config, and returns a SizesOf that replaces `layer_sizes` and needs the counts of all experts.
 # seams/guests.py adds its option here; a process that makes layers with guests has imported it.
 OTHER_SIZES: dict[str, Callable[[Any], SizesOf]] = {}
 
@@ -109,7 +109,7 @@ class Planner:
         return self._other_sizes(arrived, self.ranks, self.layer_numbers)
 
     def _exchange(self, sent: np.ndarray) -> np.ndarray:
-        """The message of each rank to this one, in the order of the group."""
+        """The message of each rank to this rank, in the order of the group."""
         if self.size == 1:
             return sent
         received = torch.empty(sent.shape, dtype=torch.int32)
@@ -118,7 +118,7 @@ class Planner:
 
 
 def pad_multiple(config: Any) -> int:
-    """A rank sends each expert a multiple of so many tokens; 1 where dispatchers do not pad."""
+    """A dispatcher pads each expert's tokens to a multiple of this; 1 where it does not pad."""
     if not pads(config):
         return 1
     from megatron.core.transformer.moe import token_dispatcher
@@ -129,8 +129,8 @@ def pad_multiple(config: Any) -> int:
 def messages(for_rank: np.ndarray, totals_L: np.ndarray, known: bool) -> np.ndarray:
     """What a rank sends to all ranks, int32: one row for each receiver.
 
-    A row has the counts for its receiver, the sender's totals of all layers (without padding), and
-    1 if the sender knows the routes of all its tokens. Example with 2 layers and 2 experts of the
+    A row has the counts for its receiver, the sender's totals of all layers before `padded_counts`,
+    and 1 if the sender knows all its routes, else 0. Example with 2 layers and 2 experts of the
     receiver: [3 1  2 2  8 8  1]. With 256 experts on 256 ranks and 58 layers, a rank receives
     120 kB. With the counts of all experts, which a plan with guests needs, it receives 15 MB.
 

@@ -1,8 +1,8 @@
 """Which tokens of a batch this rank holds, and in which order its routers see them.
 
-Megatron's own functions decide: each is asked once, with the positions 0, 1, 2 ... as the data, and
-the answer is kept on the host. Values are read through numpy, which refuses a tensor on a device.
-So nothing here can make the host wait for the device by accident.
+Megatron's own function splits for context parallelism. It is asked once for each length, with the
+positions 0, 1, 2 ... as the data, and the answer is kept on the host. Values are read through
+numpy, which refuses a tensor on a device. So nothing else here makes the host wait for the device.
 
 Shape suffixes (docs/glossary.md): B, D, S.
 """
@@ -42,8 +42,8 @@ class RankLayout:
         """This context-parallel rank's part of a whole batch.
 
         Args:
-            batch: tensors on the host. A packed batch has `cu_seqlens`, int32 `[1, D + 1]`: where
-                its documents begin and end, padding included.
+            batch: tensors on the host, `rows` among them. A packed batch has `cu_seqlens`, int32
+                `[1, D + 1]`: where its documents begin and end, padding included.
             fields: the names of the tensors `[B, S]` that are split. Other tensors stay whole.
         """
         if self.cp_size == 1:

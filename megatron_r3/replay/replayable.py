@@ -1,11 +1,11 @@
 """Which Megatron configs can be replayed exactly, and why another one is refused.
 
-There are two lists. `refusals` names what is known to ignore the recorded routes, with the reasons.
-`KNOWN_NAMES` and `KNOWN_VALUES` list the routing options whose effect has been read in upstream's
-source. A routing option that is set and is in neither list is refused too: otherwise a hash-routed
-layer, an offloaded expert or a megakernel could silently ignore the recorded routes. Whoever adds a
-release line reads what each of its new options does to a router, and adds the option to the known
-names or to the refusals.
+`refusals` names what is known to ignore the recorded routes, with the reasons. `KNOWN_NAMES` and
+`KNOWN_VALUES` list the routing options whose effect has been read in upstream's source. Any other
+routing option or value that is set is refused too: otherwise a hash-routed layer, an offloaded
+expert or a megakernel could silently ignore the recorded routes. Whoever adds a release line reads
+what each of its new options does to a router, and adds the option to the known names or to the
+refusals.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ KNOWN_VALUES = {
     # None: recipes of Megatron-Bridge say so that their dispatcher is not flex
     "moe_flex_dispatcher_backend": ("deepep", "hybridep", "ncclep", None),
     "moe_router_dtype": (None, "fp32", "fp64"),
-    # ours: a misspelt value must not mean one of the two
+    # ours: a misspelt value must not be taken for one of these
     "moe_router_replay_aux_loss": ("replayed", "live"),
     "moe_router_replay_expert_bias": ("replayed", "live"),
     "moe_router_replay_missing": ("live", "error"),
@@ -171,7 +171,7 @@ def _graphs_without_router(config: Any) -> str:
 
 
 def unknown_options(config: Any, upstream: Any = None) -> list[str]:
-    """The routing options that are set here and are not known, as `name=value`.
+    """The routing options of a config that are set and not known, as `name=value`.
 
     Args:
         config, upstream: as in `refusals`.

@@ -22,7 +22,7 @@ _BLOCK_ROWS = 1 << 15  # rows that are compared at a time, so that they stay in 
 
 
 class RoutesError(ValueError):
-    """Routes that must not be trained on; the message names layer, token and what was expected."""
+    """Routes that must not be trained on; the message names layer and token of a wrong id."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ def _columns(rows: np.ndarray) -> np.ndarray:
     num_rows, topk = rows.shape
     row_bytes = topk * rows.itemsize
     if rows.dtype.str not in ("|u1", "<u2") or row_bytes not in (4, 8):
-        return np.ascontiguousarray(rows.T)  # a row is not as long as a number that numpy has
+        return np.ascontiguousarray(rows.T)  # the trick needs ids of 1 or 2 bytes in rows of 4 or 8
     columns = np.empty((topk, num_rows), rows.dtype)
     columns[:, -1] = rows[-1]
     for column in range(topk):
@@ -250,7 +250,7 @@ class Routes:
             first_token: what errors call row 0. The other arguments are those of `check_ids`.
 
         Raises:
-            RoutesError: wrong rank, dtype or range, or an id twice in a recorded row.
+            RoutesError: wrong axes, dtype or range, or an id twice in a recorded row.
         """
         ids_LTK = np.asarray(ids_LTK)
         if recorded_T is None:
@@ -279,7 +279,7 @@ class Routes:
 
     @property
     def num_rows(self) -> int:
-        """How many rows, T; a whole rollout has one less than tokens: the last has no route."""
+        """How many rows, T: one less than a whole rollout has tokens, as the last has no route."""
         return self.ids_LTK.shape[1]
 
     @property

@@ -36,12 +36,12 @@ def quoted(value: Any, most: int = 80) -> str:
 
 
 def said(value: Any, most: int = 500) -> str:
-    """What a server wrote for people: a text is shown as it is, any other value is quoted."""
+    """What a server wrote for people, as one line: a text without quotes, other values quoted."""
     return one_line(value, most) if isinstance(value, str) else quoted(value, most)
 
 
 def wrong_whole(name: str, value: Any, least: int, most: int) -> str | None:
-    """Why `value` is no whole number from `least` to `most`, as True and 4.0; None if it is one."""
+    """Why `value` (True or 4.0, say) is no whole number from `least` to `most`; None if it is."""
     if type(value) is int and least <= value <= most:
         return None
     return must_be(name, f"a whole number from {least} to {most}", value)

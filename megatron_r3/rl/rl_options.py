@@ -50,7 +50,7 @@ class LoopOptions:
         refuse_missing: whether a turn without routes is refused.
         verify_dispatch: whether what reached each expert is compared with what the engine sent.
         mismatch_interval, log_interval: every how many iterations live and recorded choices are
-            compared (0 for never), and a line is logged.
+            compared (0 for never; only in iterations that log), and a line is logged.
         store: the directory to which each collection is written; None for none.
         sampling: temperature, top_p and top_k as the loop's requests have them; max_tokens, which
             bounds prompt and response together.

@@ -133,7 +133,7 @@ class Turn:
 
     @property
     def version_N(self) -> np.ndarray:
-        """The policy version that sampled each token, -1 for tokens of the prompt."""
+        """The policy version that sampled each token, -1 for tokens that were not sampled."""
         spans_C2 = np.array(self.versions or [(0, 0)], np.int64)
         # Example: spans that begin at 0 and 4. The forward pass of token 4 is the first one of the
         # second policy, so that token 5 is the first one that this policy sampled.

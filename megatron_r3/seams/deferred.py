@@ -9,7 +9,7 @@ def install() -> None:
     """Bind every recompute and schedule node that is made from now on to its microbatch.
 
     Example: `checkpoint(layer)` in the forward pass of microbatch 1 keeps `layer` for the backward
-    pass, in which microbatch 3 may be active; bound, the recompute still takes the routes of 1.
+    pass, in which microbatch 3 may be active; bound, it still takes the routes of microbatch 1.
 
     `install` may be called any number of times. The binder stays for the whole process. Without an
     active microbatch the binder changes nothing: what is made then runs live.

@@ -97,7 +97,7 @@ class PlanHook:
         planned = microbatch.plan[self.router.layer_number]
         if microbatch.verify_plan:
             self._compare(planned, self._learn(dispatcher, routing_map))
-        # With fused permutation the all-to-all dispatcher keeps this one tensor on the device.
+        # With fused permutation the all-to-all dispatcher keeps `received`, alone, on the device.
         device = getattr(dispatcher, "permute_idx_device", "cpu")
         if torch.device(device).type == "cpu":
             return planned

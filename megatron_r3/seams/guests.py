@@ -137,7 +137,7 @@ class GuestLayer:
 
     @property
     def expert_I(self) -> np.ndarray:
-        """The expert in each place while a layer computes; 0 in an empty slot."""
+        """The expert in each place, from `invite` to `compute`; 0 in an empty slot."""
         if self._visit is not None:
             guests = self._visit.trip.guests
             return guests.packed[: guests.num_places].numpy()

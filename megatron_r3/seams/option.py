@@ -36,7 +36,7 @@ def check_config(config: Any) -> None:
     Raises:
         ValueError: all reasons in one message.
     """
-    # Imported here: Megatron calls this from that class, when it makes an object.
+    # imported here: the class calls this function in its own `__post_init__`
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     reasons = all_refusals(config, TransformerConfig)
@@ -130,7 +130,7 @@ def _module_that_replaced_routing() -> str | None:
 
 
 def settle_fusion(config: Any) -> None:
-    """Turn `moe_router_fusion` off where upstream has no kernel for it, and note that it was on.
+    """Turn `moe_router_fusion` off where upstream could not use it, and note that it was on.
 
     Without a fused router in Transformer Engine upstream would raise at the first live pass or
     auxiliary loss. An inference engine that records refuses a fused router, which would not call

@@ -35,7 +35,7 @@ def use_loop(args: Any, forward_step: Callable[..., Any]) -> Callable[..., Any]:
         options = LoopOptions.from_args(args)
     except ValueError as error:
         refuse(str(error))
-    # patch 205: without it the engine sends routes as lists of numbers, four times as long
+    # patch 205 reads this: unset, the engine sends routes as lists of numbers, four times as long
     os.environ.setdefault("MEGATRON_INFERENCE_NDARRAY_BASE64", "1")
     _replay = LoopReplay(options, lambda: int(args.curr_iteration), packing)
     return _replay.update(forward_step)

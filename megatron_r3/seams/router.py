@@ -1,8 +1,8 @@
 """Other half of the patch "router": a TopKRouter asks the active microbatch for its experts.
 
-A router's load-balancing losses, z-loss and expert bias come from token counts. Replay changes two
-things about these counts: padding is left out, since the active microbatch knows the padding in
-every layout, and the counted experts are the replayed ones or, on request, the live ones.
+A router's load-balancing losses, z-loss and expert bias are sums over tokens. Replay changes two
+things about these sums: padding is left out, since the active microbatch knows the padding in every
+layout, and the experts that are counted are the replayed ones or, on request, the live ones.
 
 Shape suffixes (docs/glossary.md): T, E, K.
 """
@@ -26,7 +26,7 @@ TopK = Callable[..., tuple[Tensor, Tensor]]
 
 
 class RouterHook:
-    """Answers one router from the active microbatch; without one the router is live.
+    """Answers one router from the active microbatch; without a microbatch the router is live.
 
     It speaks the protocol of Megatron's `RouterReplay` to `topk_routing_with_score_function`. The
     hook holds no routes: it only knows its layer number, which `Router.set_layer_number` writes.
@@ -89,8 +89,8 @@ class RouterHook:
             live: the top-k that upstream would take.
 
         Raises:
-            ReplayError: the layer has no routes, or not as many as the router has tokens; or code
-                for upstream's RouterReplay has set an action to replay.
+            ReplayError: as `MicrobatchRoutes.topk`; or code for upstream's RouterReplay has set an
+                action to replay.
         """
 
         def live_topk() -> tuple[Tensor, Tensor]:
@@ -109,9 +109,10 @@ class RouterHook:
     def route(self, logits: Tensor, topk: int, **options: Any) -> tuple[Tensor, Tensor]:
         """Probabilities and routing map `[T, E]`; called as `topk_routing_with_score_function` is.
 
-        Without a microbatch that function runs as upstream calls it. With a microbatch its fused
-        path is not used, because that kernel knows no routes: a replayed layer tries our fused
-        gate, and all else takes the unfused path, which calls `get_replay_topk`.
+        Without a microbatch that function runs as upstream calls it, but unfused if an engine
+        records. With a microbatch its fused path is not used, because that kernel knows no routes:
+        a replayed layer tries our fused gate, and all else takes the unfused path, which calls
+        `get_replay_topk`.
 
         Raises:
             ReplayError: as `get_replay_topk`.
@@ -240,7 +241,7 @@ def keep_live(module: Any) -> None:
 
 
 class RouterLoad:
-    """What one router's losses and expert bias count; a router that stays live (MTP) asks it too.
+    """What one router's losses and expert bias count, also those of a router that stays live (MTP).
 
     Args:
         router: the TopKRouter; its `router_replay` is a RouterHook.

@@ -39,7 +39,7 @@ _substitute: Gate | None = None
 
 
 def has_kernel(device: torch.device) -> bool:
-    """Whether `replayed_gate` runs as a kernel on tensors of this device."""
+    """Whether `replayed_gate` runs as a kernel, or as its substitute, on this device's tensors."""
     return _substitute is not None or (_HAS_TRITON and device.type == "cuda")
 
 
@@ -57,13 +57,13 @@ def gate_for(device: torch.device) -> Gate:
 def replayed_gate(inputs: GateInputs, options: GateOptions) -> GateOutput:
     """The weights that a router gives to the given experts, and the routing map.
 
-    This is a Triton kernel on a CUDA device, and `replayed_gate_reference` elsewhere. It equals
-    `topk_routing_with_score_function` of Megatron-LM
-    (megatron/core/transformer/moe/moe_utils.py, 0.18 and later) with its top-k replaced by the
-    given experts: it computes in float32, returns probabilities and gradients in the dtype of the
-    logits, and gives the logits alone a gradient, never a bias. Up to 0.17 Megatron rounds the
-    scores of bfloat16 and float16 logits to that dtype before it divides them; with float32 logits
-    the results are the same.
+    It is a Triton kernel on a CUDA device if Triton is installed, else `replayed_gate_reference`.
+    It equals `topk_routing_with_score_function` of Megatron-LM (0.18 and later;
+    megatron/core/transformer/moe/moe_utils.py) with its top-k replaced by the given experts: it
+    computes in float32, returns probabilities and gradients in the dtype of the logits, and gives
+    the logits alone a gradient, never a bias. Up to 0.17 Megatron rounds the scores of bfloat16 and
+    float16 logits to that dtype before it divides them; with float32 logits the results are the
+    same.
 
     Every given expert has a weight and a gradient, also one that top-k would drop. The host never
     waits, no shape depends on data, and there are no atomics: the kernel can be captured in a CUDA

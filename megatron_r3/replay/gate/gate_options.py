@@ -63,10 +63,11 @@ class GateInputs(NamedTuple):
     """The tensors of one layer and one microbatch, with any strides, on one device.
 
     Attributes:
-        logits_TE: bfloat16, float16 or float32; at most 1024 experts.
+        logits_TE: bfloat16, float16 or float32 (the reference takes float64 too); at most 1024
+            experts.
         ids_TK: the recorded experts: uint8, int16, int32 or int64, distinct in each row. At most 64
-            for each row. An id that is no expert reads and writes no memory outside of the tensors;
-            the result of its row is undefined, as it is for a row in which an id is repeated.
+            for each row. For an id that is no expert the kernel touches no memory outside of the
+            tensors; the result of its row, or of a row with an id twice, is undefined.
         expert_bias_E: added to the scores when experts are chosen (live and counted rows), never to
             the weights. Any float dtype; for sigmoid and sqrtsoftplus only. None means no bias.
         live_T: bool, rows whose experts are chosen here: the top-k of the selection scores (the

@@ -18,15 +18,15 @@ from megatron_r3.replay.gate.gate_options import GateInputs, GateOptions, GateOu
 def replayed_topk(scores_TE: Tensor, ids_TK: Tensor) -> tuple[Tensor, Tensor]:
     """What top-k would return, had it chosen the given experts.
 
-    The score function that follows normalises over these K scores alone: equation 5 of
+    A softmax after top-k then normalises over these K scores alone: equation 5 of
     arXiv 2510.11370, g_i = I_i exp(s_i) / sum_j I_j exp(s_j). The scores are gathered from the
     dense live scores, so every replayed expert gets a weight and a gradient, also one that live
     top-k would drop.
 
     With gradients enabled the columns come in descending score, which is the order of a live
     `torch.topk`; sums over K then round as they do live, and replaying a live choice is bitwise the
-    live pass. Without gradients Megatron's top-k is unsorted, so the recorded order is kept, for
-    the same reason.
+    live pass. Without gradients Megatron's top-k is unsorted (from 0.18 on), so the recorded order
+    is kept, for the same reason.
 
     Args:
         scores_TE: what live top-k would select from; any float dtype.

@@ -1,8 +1,8 @@
 """Parts of the gate kernels: which experts are chosen, and what a score function makes of logits.
 
-A tile is `[T, W, 32]`: the rows of one program, words, bits of a word. With less than 32 experts
-there is one word of fewer bits. Expert e of a row is bit e % 32 of word e // 32, so that the set of
-experts of a row is W integers. For 128 experts (W = 4) the set {1, 33, 34} is
+A tile is `[T, W, 32]`: the rows of one program, words, bits of a word. Up to 16 experts are one
+word of fewer bits. Expert e of a row is bit e % 32 of word e // 32, so that the set of experts of a
+row is W integers. For 128 experts (W = 4) the set {1, 33, 34} is
 
     words_TW = [[0b10, 0b110, 0, 0]]       1 = word 0, bit 1;   33, 34 = word 1, bits 1 and 2
 
@@ -203,8 +203,8 @@ def score(logits, FUNCTION: tl.constexpr):
 def slope(logits, scores, FUNCTION: tl.constexpr):
     """The derivative of `score` at the logits, given the scores there.
 
-    The derivative of sqrt(softplus(x)) is sigmoid(x) / (2 score). Far below zero score and
-    sigmoid(x) both vanish, and the derivative of exp(x / 2), score / 2, takes its place.
+    The derivative of sqrt(softplus(x)) is sigmoid(x) / (2 score). Below -17 `score` returns
+    exp(x / 2), whose derivative is score / 2.
     """
     if FUNCTION == "sigmoid":
         return scores * tl.sigmoid(-logits)

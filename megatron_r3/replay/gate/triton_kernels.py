@@ -214,7 +214,7 @@ def _selection_keys(logits, largest, total, bias_ptr, experts, wanted, FUNCTION:
     scores = logits
     if FUNCTION == "pre_softmax":
         # the logits have the same order, but two of them may round to the same probability, and
-        # then torch takes the lower index
+        # then the lower index comes first
         scores = tl.exp(logits - largest) / total
     elif FUNCTION != "softmax":
         scores = tiles.score(logits, FUNCTION)
