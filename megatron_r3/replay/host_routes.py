@@ -104,7 +104,7 @@ class HostRoutes:
 
     Attributes:
         ids_LTK: uint8 or int16; padding is spread over all experts.
-        live_T: bool, tokens whose route was not recorded.
+        live_T: bool, tokens, without padding, whose route was not recorded.
         padding_T: bool.
         rows_T: int64, the row ids.
         mean_tokens: the whole batch's real tokens, as an average over the ranks that share it.

@@ -6,7 +6,8 @@ choice, which is kept (RECORD). `megatron_r3.replay.active` decides which microb
 
 One forward pass and the recomputes of that pass share a MicrobatchRoutes. A layer asks for the
 first time in the forward pass; there the tokens without a recorded route choose, and the mismatch
-is counted. When a recompute asks again, the choice is repeated and nothing is counted twice.
+is counted. When a recompute asks again, these tokens repeat their choice, and nothing is counted
+twice.
 
 Shape suffixes (docs/glossary.md): L, T, E, K.
 """
@@ -135,7 +136,7 @@ class MicrobatchRoutes:
         tally: counts where the live choice differs. None means that nothing is compared.
 
     Attributes:
-        used: how often each layer took its routes, recomputes included.
+        used: how often each layer took, compared or recorded routes, recomputes included.
     """
 
     ids: dict[int, Tensor]

@@ -51,8 +51,8 @@ class PlannedRoutes(Protocol):
 class Planner:
     """Plans the micro-batches of one model chunk together with the ranks that share its experts.
 
-    A plan costs one collective a micro-batch, on the host. All of these ranks make their planners
-    in the same order, because a new planner makes a process group.
+    With several such ranks a plan costs one collective a micro-batch, on the host. These ranks make
+    their planners in the same order, because a new planner makes a process group.
 
     Args:
         config: the model's TransformerConfig.

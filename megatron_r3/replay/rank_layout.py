@@ -2,7 +2,7 @@
 
 Megatron's own function splits for context parallelism. It is asked once for each length, with the
 positions 0, 1, 2 ... as the data, and the answer is kept on the host. Values are read through
-numpy, which refuses a tensor on a device. So nothing else here makes the host wait for the device.
+numpy, which refuses a tensor on a device. So only that question makes the host wait for the device.
 
 Shape suffixes (docs/glossary.md): B, D, S.
 """
