@@ -22,7 +22,7 @@ class Case:
         quick: whether `make matrix` runs the case: one of each kind is quick.
         bitwise: the name of the case whose gradients must be the same to the last bit. The case's
             own name means that a second run must give the same bits.
-        recomputes: whether layers run again in the backward pass.
+        recomputes: whether experts run again in the backward pass.
         forward_only_first: whether a forward-only pass comes before each step.
         since: the first release line on which upstream itself has the feature and gets it right.
             Empty: every line has it.
@@ -92,7 +92,7 @@ SELECTIVE = "--recompute-granularity selective --recompute-modules"
 
 
 def _one_process() -> list[Case]:
-    """Everything that needs no second process."""
+    """Batches, models and packs in one process."""
     return [
         Case(ONE, 1, bitwise=ONE, quick=True),
         Case("12 micro-batches of 1", 1, micro_batch_size=1),
@@ -230,7 +230,7 @@ def _overlapped() -> list[Case]:
             f"{EP2} {OVERLAP}",
             model="bf16 mtp",
             micro_batch_size=1,
-            # there upstream refuses the overlap with MTP where there are no pipeline stages
+            # these lines refuse the overlap with MTP without pipeline stages
             not_on=("core_r0.16.0", "core_r0.17.0"),
         ),
         Case(

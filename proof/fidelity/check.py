@@ -3,7 +3,7 @@
     python -m proof.fidelity.check DIR [--only TEXT] [--patches DIR]
 
 The checks run on two copies of DIR's files: one as they are now, one with the patches reverted.
-Exit status 0 says that every check passed; DIR's record (`megatron_r3.patching.record`) then has
+Exit status 0 says that no check failed; DIR's record (`megatron_r3.patching.record`) then has
 today's date and a digest of the files, unless --only left some checks out. 1 says that a check
 failed, and removes an earlier pass from the record. 2 says that DIR cannot be checked.
 """

@@ -58,7 +58,7 @@ def _compared(checked: Copies) -> Result:
     (chosen,) = patched.run(sampling.in_training, 1, both, plain, timeout_s=240)
     for number, (one, (ids_TLK, _)) in enumerate(zip(plain, chosen, strict=True)):
         if one.ids_TLK is None or sampling.same_experts(one.ids_TLK, ids_TLK) < 1:
-            return False, f"request {number}: other experts than the training forward chooses"
+            return False, f"request {number}: no experts, or not those of the training forward"
     recompute = {"kv_cache_management_mode": "recompute"}
     cases = {
         "a second model": sampled(RECORD, second=True),
@@ -70,7 +70,7 @@ def _compared(checked: Copies) -> Result:
         cases[name] = sampled(f"{RECORD} {options}", ranks)
     for name, ranks_samples in cases.items():
         if any(differs(samples, plain) for samples in ranks_samples):
-            return False, f"{name}: other tokens or experts than in one process"
+            return False, f"{name}: other tokens, or other or no experts, than in one process"
     same = f"the training forward, {', '.join(cases)}"
     return True, f"{len(plain)} requests, the same experts in {same}; recording off"
 

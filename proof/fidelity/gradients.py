@@ -91,7 +91,7 @@ def assemble(pieces: list[Piece]) -> dict[str, torch.Tensor]:
     """Put the pieces of all ranks together into whole gradients, by name.
 
     Raises:
-        AssertionError: a slice is missing, or ranks that hold the same slice have other values.
+        AssertionError: a value is missing or NaN, or ranks have different values for it.
     """
     whole: dict[str, np.ndarray] = {}
     for piece in pieces:
@@ -105,5 +105,5 @@ def assemble(pieces: list[Piece]) -> dict[str, torch.Tensor]:
         assert (into[where] == piece.values)[known].all(), f"ranks disagree on {piece.name}"
         into[where] = piece.values
     for name, values in whole.items():
-        assert not np.isnan(values).any(), f"no rank holds all of {name}"
+        assert not np.isnan(values).any(), f"{name}: values are missing or NaN"
     return {name: torch.from_numpy(values) for name, values in whole.items()}

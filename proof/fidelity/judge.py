@@ -110,7 +110,10 @@ class Judge:
         return self.dispatched(results, control) < 1.0 and gradient > self.tolerance
 
     def _differs(self, results: list[RankResult], wrong: Wrong) -> bool:
-        """Whether gradients, and dispatch if its routes are wrong, differ from a wrong update's."""
+        """Whether the gradients differ from those of a wrong update.
+
+        If the update's routes are wrong, the dispatch must differ from them too.
+        """
         pieces = [piece for r in results for piece in r.gradients["right"]]
         if gradient_error(assemble(pieces), assemble(wrong.gradients)) <= CLEARLY:
             return False

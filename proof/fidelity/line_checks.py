@@ -109,7 +109,7 @@ def _applies(checked: Checked) -> Result:
     if verified is None or files_and_modes(checked.patched) != patched or patched == before:
         return False, (
             "the tree is not the one of patches/versions.toml, the patches change nothing in it, "
-            "or applying them a second time gave other files"
+            "or applying them again after the revert gave other files"
         )
     return True, f"{verified.num_patches} patches, {len(applied.files)} files"
 

@@ -123,7 +123,7 @@ class RankResult:
 
 @contextmanager
 def made_of(parts: Parts) -> Iterator[None]:
-    """Make trainings that call `pretrain()` inside the `with` block use these parts."""
+    """Let trainings that call `pretrain()` inside the `with` block use these parts."""
     with mock.patch.object(pretrain, "RolloutStep", partial(RolloutStep, parts=parts)):
         yield
 

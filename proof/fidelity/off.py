@@ -57,7 +57,7 @@ def weights(models: Sequence[torch.nn.Module]) -> Weights:
 
 
 STEPS = 3
-# options that run every loss and count which the router patches touch
+# options that switch on all losses and counts that the router patches touch
 _ARGUMENTS = """--micro-batch-size 2 --global-batch-size 8 --lr 1e-3
 --moe-router-load-balancing-type aux_loss seq_aux_loss global_aux_loss
 --moe-aux-loss-coeff 1e-2 1e-2 1e-2 --moe-z-loss-coeff 1e-3

@@ -5,7 +5,7 @@
 Each tree is checked out, patched and reverted; git must then see no change. The record, --out, has
 the digest of each line's patches, so a test can tell that a record is older than the patches. The
 table of docs/bumping.md shows the record. Exit status 0: every tree took the group r3, and was
-restored; 1: a tree was not; 2: CLONE lacks a tree, and nothing was written.
+restored; 1: a tree did not, or was not; 2: CLONE lacks a tree, and nothing was written.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ def _cispo(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The slope is a clipped weight, held constant, times A: arXiv 2506.13585, equations 4 and 5.
 
-    The gain has the same value: a log-prob in it would make gains incomparable.
+    The gain has the same value, without the paper's factor log pi, to compare with other gains.
     """
     bounds = 1 - clip.low, 1 + clip.high
     ratios = [math.exp(x) for x in response.trainer - response.old]
@@ -153,7 +153,7 @@ def _cispo(
 
 
 def advantages(rewards: Sequence[float], groups: Sequence[int], normalised: bool) -> list[float]:
-    """Each reward minus the mean of its group, if `normalised` divided by the standard deviation.
+    """Each reward minus its group's mean; if `normalised`, divided by the standard deviation.
 
     GRPO, arXiv 2402.03300, section 4.1.2; not normalised: Dr.GRPO, arXiv 2503.20783.
     """

@@ -33,7 +33,7 @@ LossAndGradients = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
 def record_and_replay(rank: int, arguments: str) -> list[str]:
-    """Record a micro-batch, and replay it as recorded and with two faults.
+    """Record a micro-batch, and replay it as recorded, and with each of two faults.
 
     Args:
         arguments: Megatron's options of the layout.

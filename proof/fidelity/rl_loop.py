@@ -174,7 +174,7 @@ def corrupt(how: str, turns: Any) -> None:
     """Give the routes of a collection (`TurnRoutes`) to other rows, layers or turns.
 
     Args:
-        how: "shift": the token before; "layers": swap the first two; "turns": swap two turns that
+        how: "shift": by one token; "layers": swap the first two; "turns": swap two turns that
             the loop packs into one bin; "": no change.
     """
     ids_LTK, first = turns.ids_LTK, turns.first_M.tolist()

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def stand_in() -> None:
-    """Stand in for wandb if it is missing, and for openai's aiohttp client. Needs openai."""
+    """Stand in for wandb if it is missing, and for openai's aiohttp client, if there is openai."""
     if importlib.util.find_spec("openai") is None:
         return
     import openai

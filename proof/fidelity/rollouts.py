@@ -2,8 +2,8 @@
 
 The rollouts are made up, so nothing in them comes from Megatron. Their routes are random, far from
 what a router would choose, so a layer that ignores its routes gives other results. Every rollout
-begins with another token. So no two tokens have the same prefix, and a token is recognised by its
-hidden state.
+begins with a token of its own. So no two tokens have the same prefix, and a token is recognised by
+its hidden state.
 
 Shape suffixes (docs/glossary.md): L, T, K.
 """

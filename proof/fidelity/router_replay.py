@@ -19,11 +19,11 @@ _RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recomput
 
 
 def use_router_replay(rank: int) -> None:
-    """Record a forward pass, replay it in forward and recompute; try a config with both options.
+    """Record a forward pass, replay it in forward and recompute; then `_assert_not_both`.
 
     Raises:
-        AssertionError: the replayed pass differs from the recorded one, or a config with
-            RouterReplay and moe_router_replay both on was accepted.
+        AssertionError: a replay of the recorded experts gives other results, a replay of other
+            experts gives the same, or `_assert_not_both` fails.
     """
     argv = [*MODELS["base"].argv(), *_RECOMPUTE.split(), "--micro-batch-size", "1"]
     _, model = build([*argv, "--moe-enable-routing-replay"])
@@ -61,7 +61,7 @@ def use_router_replay(rank: int) -> None:
 
 
 def _assert_not_both(model: torch.nn.Module) -> None:
-    """A config with RouterReplay and moe_router_replay both on is refused.
+    """A config with RouterReplay and moe_router_replay both on is refused, with one exception.
 
     A tree whose inference engine can record beside replay (`engine_records`) accepts the config,
     and refuses to replay with RouterReplay: see `tests/functional/test_untaken.py`.

@@ -29,7 +29,7 @@ from proof.fidelity.trees import training_or_core
 TIMEOUT_S = 180.0
 ANY_GUEST = "--moe-router-replay-guest-tokens 1"
 NO_GUESTS = f"--moe-router-replay-guest-tokens {1 << 40}"
-# With a guest, an expert's gradient is the sum of two matrix products: float32 rounds it otherwise.
+# With a guest, an expert's gradient is the sum of two matrix products: its rounding differs.
 GUESTS_TOLERANCE = 2e-6
 BIAS, GUESTS = "expert_bias_matches", ("guests_match", "guests_came")
 
@@ -72,10 +72,10 @@ class Table:
         return row
 
     def _beside_others(self, case: Case, results: list[RankResult]) -> dict[str, object]:
-        """Compare a case with guests with the same case with empty slots, and without slots.
+        """Compare the run with guests, and one with empty slots, with one without slots.
 
-        In bfloat16, gradients with and without guests need not be close to each other: both are
-        compared with the reference.
+        In bfloat16, gradients with and without guests need not be close to each other: those with
+        guests are compared with the reference alone.
         """
         assert not case.bitwise, "a case with guests may not name another case in `bitwise`"
         plain, empty = (

@@ -5,7 +5,7 @@
 
 DIR is a checkout of Megatron-LM with its tests; what is committed in DIR is tested. The tests are
 made for GPUs: many cannot pass on a CPU, without Transformer Engine, or with so few ranks. Such a
-test must fail on both trees. The exit status is 0 if some test passed and no outcome differs.
+test must end alike on both trees. The exit status is 0 if some test passed and no outcome differs.
 
 All test files together take hours. `make check` runs three of them on one rank, with `Suite`.
 """
@@ -70,7 +70,8 @@ def main(argv: list[str] | None = None) -> int:
         found = sorted(f"{MOE}/{path.name}" for path in (tree / FOLDER / MOE).glob("test_*.py"))
         files = [file for file in found if any(text in file for text in args.only)]
         if not files:
-            parser.error(f"{args.megatron}: no test file in {FOLDER / MOE} has --only in its name")
+            texts = " or ".join(map(repr, args.only))
+            parser.error(f"{args.megatron}/{FOLDER / MOE}: no test file has {texts} in its name")
         trees = {"unpatched": tree, "patched": patched_copy(tree, folder / "patched")}
         suites = {
             label: Suite(stack.enter_context(TreeWorker(path, ["megatron.training"])), folder)

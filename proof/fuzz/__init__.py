@@ -1,1 +1,1 @@
-"""Feed the code bad input, thousands of times: it must be right, or refuse with one clear line."""
+"""Try bad input, thousands of times: the code must be right, or refuse it with one clear line."""

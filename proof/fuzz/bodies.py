@@ -227,7 +227,8 @@ class Dialect:
         shape: the shape of the model that sampled.
         names_tokens: whether the body names the token of each log-prob.
         names_model: whether the body says which model sampled.
-        returns_prompt: whether the body repeats the prompt's tokens or says how many there are.
+        returns_prompt: whether the body has `returned_prompt` or its length, and the request the
+            prompt, so that the two can be compared.
     """
 
     engine: str

@@ -1,4 +1,4 @@
-"""Odd values, damaged bytes and damaged JSON, which all classes of tries share."""
+"""Odd values, damaged bytes and damaged JSON, which several classes of tries share."""
 
 from __future__ import annotations
 

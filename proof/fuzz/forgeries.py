@@ -50,7 +50,7 @@ def forge(path: Path, info: StoreInfo, rng: random.Random) -> str:
         except (KeyError, IndexError, ValueError):
             if forgery not in ("counts", "sizes", "shape"):
                 raise
-            # these three may make tensors that cannot be summed: the old checksums stay
+            # these three may make tensors that have no checksums: the old ones stay
     return f"{forgery}: {said:.200}"
 
 

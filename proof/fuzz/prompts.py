@@ -83,7 +83,7 @@ def meant(data: bytes) -> list[tuple[int, Any, Any]] | None:
     None means that the file is wrong: it has no prompt, a line that is no prompt, or two prompts of
     the same group.
     """
-    # the group of a prompt without one is the number of its line, from 0, empty lines counted
+    # without `group` and `id` the group is the number of the line, from 0, empty lines counted
     by_group: dict[int, tuple[int, Any, Any]] = {}
     for number, line in enumerate(data.split(b"\n")):
         if not line.strip():

@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--tries", type=int, default=10_000, help="of all classes together (default: 10000)")
     add("--seed", type=int, default=0, help="the same seed makes the same tries (default: 0)")
     add("--only", metavar="CLASS", help=f"one of {', '.join(CLASSES)}")
-    add("--again", metavar="LETTERS", default="", help="make only the try that had a fault again")
+    add("--again", metavar="LETTERS", default="", help="repeat only the try with these letters")
     text = "where the input of each fault is kept (default: build/fuzz)"
     add("--out", type=Path, default=Path("build/fuzz"), metavar="DIR", help=text)
     args = parser.parse_args(argv)

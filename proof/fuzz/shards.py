@@ -73,13 +73,13 @@ class Base:
 
 
 def _rollout(info: StoreInfo, seed: int, group: int, sample: int) -> Rollout:
-    """A random rollout with turns, missing rows, and with `processed` log-probs kept sets too."""
+    """A random rollout with turns and missing rows; with `processed` log-probs, also kept sets."""
     rng = np.random.default_rng(seed)
     num_tokens = int(rng.choice((3, 6, 9, 12, 60, 65, 134)))
     rollout: Rollout = stored.make_rollout(num_tokens, seed, info.num_experts, group, sample=sample)
     recorded_T = rng.random(num_tokens - 1) > 0.1
     response_N = np.arange(num_tokens) >= rng.integers(1, num_tokens)
-    if num_tokens > 8:  # two turns; the token between them was not sampled
+    if num_tokens > 8:  # several turns; token 4, between two of them, was not sampled
         response_N[3], response_N[4], response_N[5] = True, False, True
     rollout = replace(
         rollout,

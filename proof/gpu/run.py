@@ -1,15 +1,15 @@
 """`make gpu`: run the steps of steps.py on the GPU of this machine, and record each as it ends.
 
-    python -m proof.gpu.run --megatron TREE --demo DIR --out RESULTS [--site DIR] [--minutes M]
+    python -m proof.gpu.run --megatron TREE --demo DIR --out RESULTS [--site SITE] [--minutes M]
     python -m proof.gpu.run --megatron TREE --demo DIR --out RESULTS --rehearse
 
 TREE is a patched Megatron-LM; DIR is the folder of `make demo`, with its checkpoint and rollouts.
 RESULTS gets one file for each GPU and day, with the records of the steps by name, and under "steps"
 how each step ended. RESULTS/logs has all output of each step. A step that has a result is not run
-again, so that a later call goes on where one stopped.
+again, so that a later call goes on where one stopped. SITE has what proof/gpu/unpack installed.
 
 Exit status: 0 every step has a result and none failed; 1 a step failed or timed out; 2 the CUDA
-device is missing, or the tree or the demo's files are; 4 steps are left for another call.
+device, the tree or the demo's files are missing; 4 steps are left for another call; 130 stopped.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from proof.gpu.steps import STEPS, Places, Step
 
 ROOT = Path(__file__).parents[2]
 SKIPPED, LEFT = 77, 4
-# A rehearsal may take so many times a step's limit, since others use the CPU too.
+# A rehearsed step may take this many times its limit, since other programs use the CPU too.
 REHEARSAL_PATIENCE = 5
 # Run in a process of its own: a CUDA context in this process would take memory of the GPU.
 FACTS = """
@@ -84,7 +84,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--demo", type=Path, required=True, help="the folder that make demo made")
     parser.add_argument("--out", type=Path, required=True, help="the folder of the results")
     parser.add_argument("--site", type=Path, help="where proof/gpu/unpack installed packages")
-    hint = "a step whose limit does not fit into the rest is left for another call (default: all)"
+    hint = "for this call; a step whose limit does not fit is left for another (default: no limit)"
     parser.add_argument("--minutes", type=float, default=float("inf"), help=hint)
     parser.add_argument("--rehearse", action="store_true", help="every step tiny, on the CPU")
     return parser.parse_args(argv)
@@ -114,7 +114,7 @@ def environment(args: argparse.Namespace, places: Places, with_te: bool) -> dict
     """The variables that a step's process gets besides those of this process.
 
     Steps that do not need Transformer Engine do not get that of --site, as on a machine that has
-    none. Such a step does see one that this Python has installed.
+    none. They do see a Transformer Engine that is installed in this Python itself.
     """
     paths = [ROOT, places.tree]
     if args.site is not None:

@@ -1,10 +1,10 @@
 """The steps of `make gpu`, in their order.
 
-A step is one process that records what it measured with `proof.benchmarks.machine.write_results`,
-after each of its cases. Its exit status is 0 (passed), 1 (failed) or 77 (skipped as a whole; its
-last line is `skipped: REASON`). For a single case that is skipped, the step prints the line
-`skipped: CASE: REASON`. The steps without Transformer Engine come first. With these time limits all
-steps fit into three calls of ten minutes each (tests/unit/gpu/test_run.py).
+A step is one process. A benchmark or training records each of its cases as it ends, with
+`proof.benchmarks.machine.write_results`. A step's exit status is 0 (passed), 1 (failed) or 77
+(skipped as a whole; its last line is `skipped: REASON`). For a single case that is skipped, the
+step prints the line `skipped: CASE: REASON`. The steps without Transformer Engine come first. With
+these time limits all steps fit into three calls of ten minutes each (tests/unit/gpu/test_run.py).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Step:
             from `Places`. {record} becomes the options that say where to record, on which device.
         limit_s: seconds after which the step is killed.
         needs_te: whether the step is skipped if there is no Transformer Engine.
-        rehearsal: the command of a rehearsal, where a step that needs Transformer Engine can run
-            without it (`--spec local`); empty if it cannot.
+        rehearsal: the command of a rehearsal, if it is another one: a step that needs Transformer
+            Engine may run without it (`--spec local`); if it has none, it is skipped.
         suffix: added to its records' names, if another step runs the same program and cases.
     """
 

@@ -50,7 +50,7 @@ def exactness(place: Place) -> Rows:
     experts = GROUPED if place.te else ""
     plain = place.order(steps=3)
     orders = {
-        # The control. A live router may choose all experts of a few rollouts, but not shifted ones.
+        # The control: in few rollouts live routers may match recorded experts, not shifted ones.
         "live": replace(plain, arguments=place.arguments("shifted", steps=3)),
         "replay without plan": place.order("right", NO_PLAN, steps=3),
         "replay with plan": place.order("right", "--moe-router-replay-verify-plan", steps=3),

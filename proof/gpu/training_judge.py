@@ -1,4 +1,4 @@
-"""What the trainings of a case must show: plain functions, to which tests can show wrong things.
+"""What the trainings of a case must show: functions, which tests call with wrong results.
 
 Every function returns the fields of a row. `ok` says whether the row shows all that it must.
 """

@@ -58,7 +58,7 @@ class Scale(NamedTuple):
 
     rollouts: int  # of a step
     micro_batch: int  # rollouts of a micro-batch
-    pairs: int  # timed pairs of steps
+    pairs: int  # timed rounds: one step of each way
     jobs: int  # how many trainings that are not timed run side by side
     limit_s: float = 150.0  # how long one training may take
 

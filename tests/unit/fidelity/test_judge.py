@@ -197,7 +197,7 @@ def test_ranks_must_agree(judge):
     other = replace(GRADIENT, values=GRADIENT.values + 1)
     with pytest.raises(AssertionError, match="disagree on w"):
         assemble([GRADIENT, other])
-    with pytest.raises(AssertionError, match="no rank holds all of w"):
+    with pytest.raises(AssertionError, match="w: values are missing or NaN"):
         assemble([replace(GRADIENT, values=GRADIENT.values[:2])])
 
 
