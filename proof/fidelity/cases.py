@@ -67,7 +67,7 @@ def _release(line: str) -> tuple[int, ...]:
     return tuple(int(number) for number in line.removeprefix("core_r").split("."))
 
 
-V16, V19 = "core_r0.16.0", "core_r0.19.0"
+V19 = "core_r0.19.0"
 ONE = "1 process, 6 micro-batches of 2"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 PP2 = "--pipeline-model-parallel-size 2"
@@ -345,7 +345,6 @@ def _guests() -> list[Case]:
             name=f"guests, {case.name}",
             model=f"{case.model}, skewed",
             guests=case.guests or slots,
-            since=case.since or V16,
         )
         for case in cases
     ]
