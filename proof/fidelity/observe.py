@@ -110,7 +110,7 @@ class RankResult:
         seen: see `Observer`.
         losses: the mean loss of the steps; empty on a rank without the last pipeline stage.
         gradients: this rank's pieces, of all steps.
-        dispatched: the least value of the witness's metric, on ranks that get the metric.
+        dispatched: the least value of the witness's metric in a phase.
         biases: by layer number, the expert bias after the first step.
     """
 
