@@ -1,4 +1,4 @@
-"""How the experts of a rank compute guests beside their own: one by one, or grouped.
+"""How a rank computes guests beside its own experts: one by one, or grouped.
 
 Megatron has two kinds of experts. `SequentialMLP` has a module for each expert and calls one after
 the other. `TEGroupedMLP` has two linear layers with a weight for each expert, `weight0`, `weight1`

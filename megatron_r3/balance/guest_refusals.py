@@ -48,7 +48,7 @@ _NOT_PROVED = {
 
 
 def guest_refusals(config: Any) -> list[str]:
-    """Why this config cannot have guests, and what to do; empty if it can, or asks for none.
+    """Why this config's options for guests are refused, and what to do; empty if they are not.
 
     Args:
         config: a TransformerConfig, or Megatron's parsed arguments.

@@ -3,9 +3,9 @@
 The load of a rank is the number of (token, expert) pairs that its experts compute. All ranks wait
 for the busiest rank. So the hottest expert of that rank gets a guest slot on the idlest rank, which
 then computes some of the expert's tokens. This is repeated until no rank's load is above a limit,
-and the lowest limit that the slots allow is searched. Example: 2 ranks, 2 experts each, one slot a
-rank, and 6 2 1 1 tokens. Rank 0 has 8, rank 1 has 2, the mean is 5: expert 0 sends 3 of its 6
-tokens to its guest on rank 1.
+and the lowest limit that the slots allow is searched for. Example: 2 ranks, 2 experts each, one
+slot a rank, and 6 2 1 1 tokens. Rank 0 has 8, rank 1 has 2, the mean is 5: expert 0 sends 3 of its
+6 tokens to its guest on rank 1.
 
 All layers of a micro-batch are planned at once, because numpy takes as long for one as for fifty.
 
@@ -63,7 +63,7 @@ def plan_moves(
     least_tokens: int = LEAST_TOKENS,
     least_skew: float = LEAST_SKEW,
 ) -> Moves:
-    """The moves that lower the busiest rank's load of each layer as far as the search finds.
+    """The moves that give each layer the lowest maximum load that the search finds.
 
     Args:
         load_LE: whole numbers, how many tokens of all ranks take each expert.

@@ -30,7 +30,7 @@ def wait_for_parameters(experts: Any) -> None:
 def parameters_are_there(experts: Any) -> bool:
     """Whether the experts have their parameters of this step already. Begins no gathering.
 
-    Example: each layer asks for the next layer. In the first micro-batch of a step, the next
+    Example: each layer asks this about the next. In the first micro-batch of a step, the next
     layer's parameters are still on their way; from the second micro-batch on they are there.
     """
     for module, hook in _waits(experts):

@@ -33,13 +33,13 @@ class LayerGuests:
     """The guests of one layer, as one rank needs to know them.
 
     Attributes:
-        packed: int64, in pinned memory: all that the device needs, in one tensor. First the expert
-            of each of the I places, 0 for an empty slot. Then the places with bounds: all slots,
-            and the homes of the experts that have guests. Then the bounds `low` and `high` of each:
-            count the tokens that this rank sends to the expert from 1; the place gets those from
-            `low` + 1 to `high`. An empty slot gets none.
+        packed: int64, pinned if there is a GPU: all that the device needs, in one tensor. First the
+            expert of each of the I places, 0 for an empty slot. Then the places with bounds: all
+            slots, and the homes of the experts that have guests. Then the bounds `low` and `high` of each:
+            of the tokens that this rank sends to the expert, counted from 1, the place gets `low` +
+            1 to `high`. An empty slot gets none.
         num_places: I.
-        sends: for each rank, which of this rank's own experts have a guest there, ascending.
+        sends: for each rank, which of this rank's own experts, counted from 0, have a guest there.
         receives: how many guests of this rank come from each rank. This rank's slots hold guests in
             the order of those ranks.
         expert_of_slot: the expert of each guest of this rank.
@@ -154,7 +154,7 @@ def place_tokens(
 def sizes_with_guests(config: Any) -> SizesOf:
     """The function that plans a micro-batch with as many guest slots as the config has.
 
-    Every rank works out the same guests from the gathered counts, so guests need no collective.
+    Every rank works out the same guests from the gathered counts, without a collective.
     """
     slots = config.moe_router_replay_guest_slots
     domain, least = config.moe_router_replay_guest_domain, config.moe_router_replay_guest_tokens

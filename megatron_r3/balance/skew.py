@@ -59,9 +59,8 @@ def measure_skew(store: RolloutStore, plan: SkewPlan) -> dict[str, Any]:
         Numbers for JSON. `sizes` has an entry for each size. It holds `micro_batches` and, by order
         and slots, `all`: the busiest ranks' loads, summed over layers and micro-batches, divided by
         the sum of the mean loads (the factor by which the experts take longer than if loads were
-        equal);
-        `layers` and `micro_batches`: the same for each layer, and for each micro-batch; `guests`:
-        the mean number of guests of a rank in a layer.
+        equal); `layers` and `micro_batches`: the same for each layer, and for each micro-batch;
+        `guests`: the mean number of guests of a rank in a layer.
 
     Raises:
         ValueError: a size or another number of the plan does not fit the store.

@@ -47,7 +47,7 @@ class Trip:
     Attributes:
         stay: which weights these are.
         guests: which ranks have guests of which experts.
-        weights: returns the parameters of each of this rank's own experts, in the order of a slot.
+        weights: returns the parameters of each of this rank's own experts, as a slot orders them.
             It is called when the weights are sent; the parameters must then be those of this step.
     """
 
@@ -67,7 +67,7 @@ class _Set:
 
 @dataclass
 class Slots:
-    """The guest slots of a rank, for all layers whose experts have the same parameters.
+    """The guest slots of a rank, for all layers whose experts have the same shapes.
 
     Attributes:
         group: a process group of the ranks that share the experts. Nothing else uses the group, so

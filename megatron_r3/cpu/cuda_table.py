@@ -198,7 +198,7 @@ def _does_something(name: str, value: Any) -> bool:
 
 
 def _refusal(name: str, value: Any) -> Any:
-    """What raises NotEmulated when called: a function, or for a class a class (isinstance)."""
+    """What raises NotEmulated when called: a function, or a class, for isinstance."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise NotEmulated(f"torch.cuda.{name} is not emulated on the CPU")

@@ -94,7 +94,7 @@ class Handle(NamedTuple):
 
 
 class _Config:
-    """DeepEP's config, asked for buffer sizes: 0, since there are no buffers."""
+    """DeepEP's config, which is asked for buffer sizes: 0, since there are no buffers."""
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         """Nothing to allocate, neither for NVLink nor for RDMA."""

@@ -89,7 +89,7 @@ def install() -> None:
     A second call does nothing.
 
     Raises:
-        InstallError: torch has a GPU here.
+        InstallError: torch has a GPU here, or does not show `is_cuda` to the mode.
     """
     if installed():
         return
@@ -116,7 +116,7 @@ def _record_stream(self: torch.Tensor, stream: Any) -> None:
 
 
 def _refuse_cuda_autocast() -> None:
-    """Refuse autocast("cuda"), which on CPU tensors would cast nothing without a word."""
+    """Refuse autocast("cuda"), which on CPU tensors would silently cast nothing."""
     enter = torch.autocast.__enter__
 
     @functools.wraps(enter)

@@ -34,7 +34,7 @@ def is_users_mistake(error: BaseException) -> bool:
 
 
 # Arguments of CPU_ARGS, each with a word that is in the last frame or the message of the error that
-# Megatron raises without the argument. The other arguments were left out too, and no error came.
+# Megatron raises without the argument. Without any one of the others no error comes.
 _SIGNS = {
     "--distributed-backend=gloo": "NCCL",
     "--transformer-impl=local": "TESpecProvider",

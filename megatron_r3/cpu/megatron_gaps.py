@@ -1,7 +1,8 @@
 """Fill in what Megatron-LM takes from CUDA, Transformer Engine, a compiler or a later Python.
 
-Each private function fills one gap, which its docstring names, and does nothing on a release line
-that lacks the module or the name. Attention and DeepEP are larger gaps with files of their own.
+Each function that `patch` calls fills one gap, which its docstring names, and does nothing on a
+release line that lacks the module or the name. Attention and DeepEP are larger gaps with files of
+their own.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ def _define_names_in_random() -> None:
 
 
 def _define_inference_layers() -> None:
-    """Replace two names in Megatron's main with which MTP calls isinstance().
+    """Replace two names with which MTP calls isinstance() in Megatron's main branch.
 
     Their base classes are TE's. Without TE the names are placeholders and no classes, so that
     isinstance() fails. They become empty classes, of which nothing is an instance.

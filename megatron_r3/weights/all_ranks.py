@@ -48,7 +48,8 @@ def agree(error: Exception | None) -> None:
 
 def _reason(error: Exception) -> str:
     text = one_line(str(error), 1000)
-    # Any other type is a bug, not a user's mistake. Its text may say little, so the type is named.
+    # An error of another type is a bug, not a user's mistake. Its text may say little, as an empty
+    # text does, so the type is named.
     expected = isinstance(error, (ValueError, OSError)) and text
     return text if expected else f"{type(error).__name__}: {text}"
 

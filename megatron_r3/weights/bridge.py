@@ -1,10 +1,10 @@
 """Who knows the names of a model's weights: a family of this project, Megatron-Bridge, or mbridge.
 
-`auto` takes this project's family where there is one, for two reasons. A bridge cannot move every
-model of a family (gpt-oss, a Qwen3-MoE with a dense layer). And files must not depend on which
-packages are installed: a resumed training compares its policies with those that it wrote earlier.
-Where a bridge works too, it writes the same bytes. For any other model `auto` takes
-Megatron-Bridge, then mbridge.
+`auto`, the default choice, takes this project's family if there is one, for two reasons. A bridge
+cannot move every model of a family (gpt-oss, a Qwen3-MoE with a dense layer). And files must not
+depend on which packages are installed: a resumed training compares its policies with those that it
+wrote earlier. Where a bridge works too, it writes the same bytes. For any other model but those of
+REFUSED `auto` takes Megatron-Bridge, then mbridge.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def choose(choice: str, config: Mapping[str, Any], where: object, option: str = 
         "own", or a key of BRIDGES.
 
     Raises:
-        ValueError: the chosen library is not installed or does not know the model; or, with
-            `auto`, no library knows the model.
+        ValueError: the chosen library is not installed or does not know the model; with `own`, this
+            project does not know it; or, with `auto`, nobody does, or it is in REFUSED.
     """
     model_type = config.get("model_type")
     if choice in BRIDGES:

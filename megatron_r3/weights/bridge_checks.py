@@ -1,7 +1,7 @@
 """Whether a config.json describes a Megatron model that belongs to no family of this project.
 
 The Megatron model is compared with config.json, and with the config that the bridge builds from
-config.json. A setting that neither comparison covers is refused.
+config.json. A field of TransformerConfig that neither covers must have Megatron's default.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ moe_router_score_function moe_router_num_groups moe_router_group_topk moe_router
 moe_router_topk_scaling_factor
 """.split()
 _BUILT_MLA = "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim".split()
+# compared by `_expected` and `compare_models`, or without effect on plain RoPE
 _COMPARED = """
 num_layers hidden_size num_attention_heads num_query_groups kv_channels layernorm_epsilon
 ffn_hidden_size moe_layer_freq moe_router_pre_softmax rotary_base rotary_percent rope_type
@@ -66,7 +67,8 @@ def compare_models(
     if moe != theirs_moe:
         raise _other(f"{title} puts experts into the layers {theirs_moe}", str(moe))
     if len(moe) < config.num_layers and built.ffn_hidden_size != config.ffn_hidden_size:
-        raise _other(f"ffn_hidden_size is {built.ffn_hidden_size}", str(config.ffn_hidden_size))
+        theirs_ffn = f"{title} reads ffn_hidden_size as {built.ffn_hidden_size}"
+        raise _other(theirs_ffn, str(config.ffn_hidden_size))
 
 
 def _expected(hf_config: Any, config: Any, settings: ModelSettings) -> dict[str, Any]:
@@ -102,13 +104,13 @@ def _expected(hf_config: Any, config: Any, settings: ModelSettings) -> dict[str,
 
 
 def _refuse_unknown(hf_config: Any, title: str) -> None:
-    """Refuse fields of config.json that change a model and that `_expected` does not compare."""
+    """Refuse quantized weights, scaled RoPE, and layers without full attention."""
     kind = rope_of(vars(hf_config)).get("rope_type", "default")
-    kinds = {*(getattr(hf_config, "layer_types", None) or ())} - {"full_attention"}
+    kinds = {*(getattr(hf_config, "layer_types", None) or ("full_attention",))}
     for name, value, can in (
         ("quantization_config", getattr(hf_config, "quantization_config", None) or None, None),
         ("rope_type", kind, "default"),
-        ("layer_types", sorted(kinds) or None, None),
+        ("layer_types", sorted(kinds), ["full_attention"]),
     ):
         if value != can:
             raise ValueError(

@@ -4,8 +4,8 @@ A bridge gives transformers' names for a Megatron tensor, and converts the value
 each rank sends, errors on all ranks, files, dtypes) is as for the families of this project. The
 libraries' own export and import are not called, because they
 
-- skip a tensor for which they have no name (Megatron-Bridge, with a warning),
-- know the names of experts in Transformer Engine's layers only, not in local ones (both),
+- skip a tensor for which they have no name (only Megatron-Bridge, with a warning),
+- know the names of experts in Transformer Engine's layers only, not in local ones,
 - leave the other ranks waiting when one rank fails midway,
 - put each tensor on every rank.
 
@@ -200,6 +200,8 @@ class BridgeFamily:
 
 def spellings(place: Place) -> list[str]:
     """Megatron's names of a tensor: with Transformer Engine's layers, and with the local layers.
+
+    Of an expert's tensor only the first, because bridges know no other.
 
     Example: `decoder.layers.3.self_attention.linear_qkv.layer_norm_weight` and
     `decoder.layers.3.input_layernorm.weight`.

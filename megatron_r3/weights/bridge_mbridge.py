@@ -1,4 +1,4 @@
-"""mbridge's names and conversions, tensor by tensor (read and run: 0.15.1, from PyPI).
+"""mbridge's names and conversions, tensor by tensor, as of release 0.15.1 on PyPI.
 
 Names and values come from three methods that each of mbridge's models may override:
 `_weight_name_mapping_mcore_to_hf`, `_weight_to_hf_format` and `_weight_to_mcore_format`. mbridge's

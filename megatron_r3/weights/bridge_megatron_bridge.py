@@ -1,4 +1,4 @@
-"""Megatron-Bridge's names and conversions, tensor by tensor (read and run: 0.3.1, from PyPI).
+"""Megatron-Bridge's names and conversions, tensor by tensor, as of release 0.3.1 on PyPI.
 
 Names and values come from the mappings of a model's `mapping_registry()`, and from what the model's
 bridge changes before or after a mapping. `export_hf_weights` and `load_hf_weights` of
@@ -94,8 +94,8 @@ def _alone() -> Iterator[None]:
     """Inside the block a mapping converts whole tensors, and sends nothing to other ranks.
 
     A mapping's constructor looks up Megatron's process groups; without them the mapping assumes one
-    rank. But it gathers an expert's tensor even then: its group is None, which torch takes for all
-    ranks, and the gather drops each axis of size 1. So that gather is replaced too.
+    rank. But even then it gathers an expert's tensor, over the group None, which torch takes for
+    all ranks; and the gather drops each axis of size 1. So that gather is replaced too.
     """
     from megatron.bridge.models.conversion import param_mapping
 
@@ -110,7 +110,7 @@ def _alone() -> Iterator[None]:
 
 
 def known_models() -> tuple[set[str], str]:
-    """The models that Megatron-Bridge knows, as values of a config.json field, and its name.
+    """The models that Megatron-Bridge knows, as values of a config.json field, and the field.
 
     Raises:
         ImportError: Megatron-Bridge, or Transformer Engine, which it needs, cannot be imported.

@@ -41,7 +41,7 @@ def check_load(args: Any) -> None:
     """Refuse arguments that name no checkpoint.
 
     Raises:
-        ValueError: --load is missing, or holds no checkpoint.
+        ValueError: --load is missing; or it has no tracker file, and there is no --ckpt-step.
     """
     from megatron.training.checkpointing import get_checkpoint_tracker_filename
 
@@ -67,7 +67,7 @@ def load_whole(models: Sequence[torch.nn.Module], args: Any, option: str = "--lo
     """
     from megatron.training.checkpointing import load_checkpoint
 
-    models = [unwrapped(model) for model in models]  # Megatron loads into unwrapped chunks too
+    models = [unwrapped(model) for model in models]  # as Megatron unwraps them to load
     args.finetune = False  # else Megatron does not compare its arguments with the checkpoint's
     args.no_load_optim = args.no_load_rng = True
     # a value that is still NaN afterwards was not loaded
@@ -246,7 +246,7 @@ def save_whole(models: Sequence[torch.nn.Module], args: Any) -> None:
         models: this rank's model chunks.
 
     Raises:
-        ValueError: the checkpoint cannot be written; a part that was written is removed.
+        ValueError: the checkpoint cannot be written; what was written is removed if possible.
     """
     from megatron.training.checkpointing import get_checkpoint_tracker_filename, save_checkpoint
 

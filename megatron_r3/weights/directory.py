@@ -110,7 +110,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def dtype_of(config: Mapping[str, Any], file: Path) -> torch.dtype:
-    """The dtype of the weights that a config.json names; bfloat16 if it names none.
+    """The dtype of weights, as a config.json names it; bfloat16 if it names none.
 
     Args:
         config: the content of `file`.
@@ -132,7 +132,7 @@ def check_target(directory: Path) -> None:
     """Refuse to write a transformers directory over existing files.
 
     Raises:
-        ValueError: `directory` is a file, or not empty.
+        ValueError: `directory` is a file, a symbolic link, or not empty.
     """
     if directory.is_symlink() or (
         directory.exists() and (not directory.is_dir() or any(directory.iterdir()))
@@ -203,7 +203,7 @@ def write_json(file: Path, value: object) -> None:
 
 
 def copy_beside_weights(source: Path, target: Path) -> None:
-    """Copy config.json and the files of the tokenizer, but no weights."""
+    """Copy config.json, generation_config.json and the tokenizer's files, but no weights."""
     for pattern in (CONFIG, *_BESIDE_WEIGHTS):
         for file in sorted(source.glob(pattern)):
             if file.is_file():

@@ -88,7 +88,7 @@ class Mapped:
     Attributes:
         places: all of one layer, or all outside of the layers.
         names: of the transformers tensors.
-        to_hf: from the tensors of `places` to those of `names`. Both may share memory.
+        to_hf: from the tensors of `places` to those of `names`. Both sides may share memory.
         to_megatron: the inverse of `to_hf`.
         dtype: float32 for tensors that transformers always stores in it; None for the others, whose
             dtype the caller chooses.

@@ -52,7 +52,7 @@ def plan_of(pieces: Sequence[Piece]) -> Plan:
         pieces: this rank's.
 
     Returns:
-        Every tensor of the model, in Megatron's order; the same on all ranks.
+        Every tensor of the model; the same, in the same order, on all ranks.
 
     Raises:
         ValueError: the parts do not make up a whole tensor; all ranks raise the same.
@@ -79,7 +79,7 @@ def plan_of(pieces: Sequence[Piece]) -> Plan:
 def holders(plan: Plan, places: Sequence[Place]) -> list[int]:
     """The ranks that hold a part of any of these tensors, ascending. The first one gathers them.
 
-    So each pipeline stage gathers its own layers, all of them at the same time.
+    So the pipeline stages gather their own layers at the same time.
     """
     return sorted({part.rank for place in places for part in plan[place].parts})
 

@@ -1,6 +1,6 @@
 """Export a Megatron checkpoint as a transformers directory, or import one.
 
-As a script, in any number of processes and any layout; the first line exports, the second imports:
+As a script, in any number of processes and any layout, first to export and then to import:
 
     torchrun --nproc-per-node 1 megatron_r3/weights/hf.py --hf-export DIR --load CKPT MODEL_ARGS
     torchrun --nproc-per-node 1 megatron_r3/weights/hf.py --hf-import DIR --save CKPT \\

@@ -17,7 +17,8 @@ from megatron_r3.replay.words import quoted
 
 # Fields of TransformerConfig and MLATransformerConfig, and arguments that build a model, of
 # core_v0.16.1 to main of 2026-08-22. With any value of these, the same weights compute the same, up
-# to rounding. So do the fields of ModelParallelConfig (layout, communication), not listed here.
+# to rounding. The fields of ModelParallelConfig (layout, communication), which are not listed
+# here, change nothing either.
 CHANGE_NOTHING = frozenset(
     # the layout, communication, dispatchers
     """
@@ -135,7 +136,7 @@ def defaults(kind: type) -> dict[str, Any]:
 
     Args:
         kind: TransformerConfig or a class derived from it. The own defaults of a framework's class
-            are not used, because they may be those of another model. Any other class has no fields.
+            are not used: they may be those of another model. Any other class gives an empty dict.
     """
     above = {one.__name__: one for one in reversed(kind.__mro__)}
     upstream = [one for one in kind.__mro__ if one.__module__.startswith("megatron.core.")]

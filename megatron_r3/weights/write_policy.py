@@ -100,7 +100,7 @@ def write_policy(
         How many bytes of weights were written, by all ranks.
 
     Raises:
-        ValueError: `directory` is in use or cannot be written, a weight is not finite, `like`
+        ValueError: `directory` is not empty or cannot be written, a weight is not finite, `like`
             describes another model, or the model cannot be moved. The same on every rank.
     """
     finish_updates(models)

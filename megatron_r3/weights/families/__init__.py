@@ -29,7 +29,7 @@ def family_named(model_type: object, where: object) -> TableFamily:
     raise ValueError(
         f"{where}: model_type is {quoted(model_type)}: "
         + (f"{reason}; " if reason else "")
-        + f"only models of these types can be moved: {', '.join(sorted(FAMILIES))}"
+        + f"this project itself moves only models of these types: {', '.join(sorted(FAMILIES))}"
     )
 
 

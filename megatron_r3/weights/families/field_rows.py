@@ -37,8 +37,8 @@ class Row:
         arguments: returns Megatron's arguments. Its own arguments are what this row has read, and
             what all rows have read.
         names: the fields of config.json that are read, if there are others than `name`.
-        attributes: fields of TransformerConfig or ModelSettings which this row writes or needs, so
-            that the family accepts any value of them.
+        attributes: fields of TransformerConfig or ModelSettings that `write` or `needs` reads. The
+            family accepts any value of them that `needs` does.
         needs: returns further conditions that a TransformerConfig of the family must meet.
     """
 
@@ -134,7 +134,8 @@ def fixed(name: str, *values: Any, **more: Any) -> Row:
         if isinstance(value, list):
             value = sorted({*map(str, value)})
         if value not in values:
-            raise cannot(theirs, name, f"only {values[-1]!r}", values[0])
+            one = next((each for each in reversed(values) if each is not None), None)
+            raise cannot(theirs, name, f"only {one!r}", values[0])
 
     written = {} if values[0] is None else {name: values[0]}
     return Row(name, read, lambda config, settings, made: written, **more)

@@ -1,4 +1,4 @@
-"""Rows of more than one field or one argument: layers, groups, shared experts, YaRN, windows."""
+"""Rows with functions of their own: layers, groups, shared experts, YaRN, windows, activation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _moe_layers(theirs: Fields, done: Fields) -> tuple[int, ...]:
 
 
 def _layer_pattern(moe: tuple[int, ...], fields: Fields) -> list[str]:
-    """--moe-layer-freq, e.g. `([0]*3+[1]*58)`: first 3 dense layers. None if no layer is dense."""
+    """--moe-layer-freq, e.g. `([0]*3+[1]*58)`: 3 dense layers first. Nothing if none is dense."""
     layers = range(fields["num_hidden_layers"])
     if moe == tuple(layers):
         return []
@@ -67,7 +67,10 @@ LATER_LAYERS = replace(
     },
     names=("first_k_dense_replace", "moe_layer_freq"),
     needs=lambda config: [
-        (_dense(config) == [*range(len(_dense(config)))], "experts in all later layers")
+        (
+            _dense(config) == [*range(len(_dense(config)))],
+            "experts in all layers behind the first dense ones",
+        )
     ],
 )
 
@@ -193,7 +196,7 @@ def _same_scale(mscale: float, mscale_all_dim: float) -> bool:
     """Whether transformers and Megatron scale YaRN's cosines the same.
 
     Both divide the scale for `mscale` by the scale for `mscale_all_dim`. But if either value is 0,
-    transformers takes the scale for 1, undivided.
+    transformers uses the scale for mscale 1, undivided.
     """
     return bool(mscale and mscale_all_dim) or (mscale == 1 and not mscale_all_dim)
 

@@ -115,7 +115,8 @@ LATENT: tuple[Row, ...] = (
     number("v_head_dim", "v-head-dim"),
     LATENT_ROPE,
     fixed("rope_interleave", True),
-    ignored("head_dim"),  # follow from qk_nope_head_dim and qk_rope_head_dim
+    # these two follow from qk_nope_head_dim and qk_rope_head_dim
+    ignored("head_dim"),
     ignored("qk_head_dim"),
 )
 YARN: tuple[Row, ...] = (
@@ -195,8 +196,8 @@ mlp.router.weight                      block_sparse_moe.gate.weight             
 mlp.experts.experts.linear_fc1.weight  block_sparse_moe.experts.*.{w1,w3}.weight  halves
 mlp.experts.experts.linear_fc2.weight  block_sparse_moe.experts.*.w2.weight       same
 """)
-# Biases everywhere, sinks in the attention. All experts of a layer are one tensor of transformers,
-# in which the rows of gate and up alternate.
+# Biases everywhere, sinks in the attention. In transformers one tensor has a weight or bias of all
+# experts of a layer; in gate_up_proj gate and up alternate.
 GPT_OSS = table("""
 self_attention.core_attention.softmax_offset  self_attn.sinks                same
 self_attention.linear_proj.bias               self_attn.o_proj.bias          same

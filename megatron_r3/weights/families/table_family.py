@@ -30,8 +30,8 @@ from megatron_r3.weights.known import (
     routes_itself,
 )
 
-# What all families have in common: fields of TransformerConfig that differ from the defaults of
-# Megatron's class
+# Fields of TransformerConfig that differ from the defaults of Megatron's class; a family's `config`
+# or rows may say otherwise
 PLAIN: Fields = {
     "normalization": "RMSNorm",
     "gated_linear_unit": True,
@@ -39,7 +39,7 @@ PLAIN: Fields = {
     "add_bias_linear": False,
     "multi_latent_attention": False,
 }
-# What all families have in common in ModelSettings
+# the same of ModelSettings; a family's `settings` or rows may say otherwise
 _PLAIN_SETTINGS: Fields = {
     "tied": False,
     "position_embedding_type": "rope",

@@ -50,7 +50,7 @@ class Tensors(NamedTuple):
 
 
 def table(text: str) -> tuple[Tensors, ...]:
-    """The rows of a text: Megatron's name, transformers', a rule of RULES, and what it depends on.
+    """The rows of a text: Megatron's name, transformers', a rule of RULES, and a condition.
 
     Example: `mlp.linear_fc1.weight mlp.{gate,up}_proj.weight halves`. In layer 3 Megatron's tensor
     decoder.layers.3.mlp.linear_fc1.weight is two tensors of transformers: its first half of rows is

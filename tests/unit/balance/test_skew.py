@@ -99,10 +99,12 @@ def test_the_command_prints_a_table(lopsided, capsys):
     assert lines[5].split()[:4] == ["2", "4", "2.000", "1.500"]
     assert [line.split()[:2] for line in lines[6:9]] == [["layer", n] for n in "125"]
     assert lines[9].split()[:3] == ["4", "2", "4.000"]
-    assert "No guest" not in lines[-1]
+    assert "has guests" not in lines[-1]
     assert main(["rollouts", "skew", str(lopsided), "--ep", "2"]) == 0
     (note,) = capsys.readouterr().out.splitlines()[6:]
-    assert note.startswith("No guest was possible, because none would have 1024 tokens in a")
+    assert note.startswith(
+        "No layer has guests: none is uneven enough, or no guest would have 1024 t"
+    )
     assert "all columns equal those of 0 slots" in note
     assert main(["rollouts", "skew", str(lopsided), "--ep", "2", "--slots", "0"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 6

@@ -216,7 +216,7 @@ def test_what_changes_nothing_is_taken() -> None:
 def test_a_family_that_is_refused_by_its_name() -> None:
     with pytest.raises(ValueError, match="x: model_type is 'olmoe': its norms of queries and keys"):
         family_named("olmoe", "x")
-    with pytest.raises(ValueError, match="only models of these types can be moved: deepseek_v3"):
+    with pytest.raises(ValueError, match="moves only models of these types: deepseek_v3"):
         family_named(["mixtral"], "x")
 
 
