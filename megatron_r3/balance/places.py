@@ -35,9 +35,9 @@ class LayerGuests:
     Attributes:
         packed: int64, pinned if there is a GPU: all that the device needs, in one tensor. First the
             expert of each of the I places, 0 for an empty slot. Then the places with bounds: all
-            slots, and the homes of the experts that have guests. Then the bounds `low` and `high` of each:
-            of the tokens that this rank sends to the expert, counted from 1, the place gets `low` +
-            1 to `high`. An empty slot gets none.
+            slots, and the homes of the experts that have guests. Then the bounds `low` and `high`
+            of each: of the tokens that this rank sends to the expert, counted from 1, the place
+            gets `low` + 1 to `high`. An empty slot gets none.
         num_places: I.
         sends: for each rank, which of this rank's own experts, counted from 0, have a guest there.
         receives: how many guests of this rank come from each rank. This rank's slots hold guests in

@@ -89,6 +89,8 @@ def measure_skew(store: RolloutStore, plan: SkewPlan) -> dict[str, Any]:
 
 def _check(store: RolloutStore, plan: SkewPlan) -> None:
     experts = store.info.num_experts
+    stores_have = " and ".join(map(str, store.directories))
+    stores_have += " has" if len(store.directories) == 1 else " have"
     for ep in plan.ep:
         if experts % ep:
             raise ValueError(
@@ -109,7 +111,7 @@ def _check(store: RolloutStore, plan: SkewPlan) -> None:
         if needed > len(store):
             raise ValueError(
                 f"--ep {ep}: so many ranks have {needed} rollouts in a micro-batch; "
-                f"{store.directories[0]} has {len(store)}: give a smaller --ep or a larger store"
+                f"{stores_have} {len(store)}: give a smaller --ep or a larger store"
             )
         if plan.global_batch_size is not None and plan.global_batch_size % needed:
             raise ValueError(
@@ -118,7 +120,7 @@ def _check(store: RolloutStore, plan: SkewPlan) -> None:
             )
     if plan.global_batch_size is not None and plan.global_batch_size > len(store):
         raise ValueError(
-            f"--global-batch-size {plan.global_batch_size}: {store.directories[0]} has "
+            f"--global-batch-size {plan.global_batch_size}: {stores_have} "
             f"{len(store)} rollouts: give at most that, or leave it out"
         )
 

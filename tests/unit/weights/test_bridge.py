@@ -195,7 +195,7 @@ def test_the_same_model() -> None:
         ),
         ({}, {"window_size": (4, 0)}, "bridge 1 reads window_size as"),
         ({}, {"num_moe_experts": 8}, "bridge 1 reads num_moe_experts as 8"),
-        ({}, {"ffn_hidden_size": 12}, "ffn_hidden_size is 12"),
+        ({}, {"ffn_hidden_size": 12}, "bridge 1 reads ffn_hidden_size as 12"),
     ],
 )
 def test_another_model(hf: dict[str, Any], built: dict[str, Any], words: str) -> None:
