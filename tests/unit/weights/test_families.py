@@ -153,6 +153,7 @@ def test_a_field_that_megatron_cannot_do(family: str, fields: dict[str, Any], wo
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
         ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads is 2"),
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave is False"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "supports only 'sigmoid'"),
         ("deepseek_v3", {"rope_scaling": {**YARN, "beta_fast": 16}}, "beta_fast is 16"),
         ("deepseek_v3", {"rope_scaling": {**YARN, "mscale": None}}, "mscale .*is missing"),
         (
