@@ -44,7 +44,7 @@ def forwards(rank: int, argv: list[str]) -> list[Forward]:
     import torch
     from megatron.core.transformer.moe.router import TopKRouter
 
-    from megatron_r3.train import step
+    from megatron_r3.train import collection_pass, step
 
     seen: list[Forward] = []
     run_forward, route = step.run_forward, TopKRouter.forward
@@ -63,7 +63,8 @@ def forwards(rank: int, argv: list[str]) -> list[Forward]:
         seen[-1].maps[self.layer_number] = (result[1].detach().numpy(), live_TE.numpy())
         return result
 
-    step.run_forward, TopKRouter.forward = run, keep
+    step.run_forward = collection_pass.run_forward = run
+    TopKRouter.forward = keep
     train(rank, argv)
     return seen
 
