@@ -4,32 +4,33 @@ BUILD    := build
 VENV     := $(BUILD)/venv
 R3       := $(VENV)/bin/megatron-r3
 SAMPLER  ?= transformers
-# demo: the steps of each training; its table is of the first
+# demo: the steps of each training; the table that it prints is about the first step
 STEPS    ?= 6
 # demo: how many prompts are sampled, 8 times each, and trained on in each step: 8 to 64, a multiple of 8
 PROMPTS  ?= 64
-# the Megatron-LM tree of apply, revert, status, check, fidelity, export, gpu
+# the Megatron-LM tree of apply, revert, status, check, fidelity, export, gpu, gpu-pack, image
 MEGATRON ?=
-# apply: with 1 a tree that is no release is taken too, if the group r3 of a line applies to it exactly
+# apply: with 1 a tree that is no release is taken too, if the group r3 of a line (or GROUPS) applies to it exactly
 UNRELEASED ?=
-# apply: the groups of patches to apply, as "r3 guests" (default: all)
+# apply: the groups of patches to apply, as "r3 guests" (default: all that apply)
 GROUPS   ?=
-# the Megatron-LM clone of verify, bump and matrix
+# the Megatron-LM clone of verify, trees, upstream, bump and matrix
 REPO     ?=
-# the release line of verify and matrix (default: all lines), of apply and export (default: the line that fits)
-# and of bump (default: named after the tag)
+# the release line of verify, upstream and matrix (default: all lines), of apply, revert, status and export (default:
+# the line that fits) and of bump (default: named after the tag)
 LINE     ?=
 # bump: the line whose patches are carried, and the tag or commit that they are carried to
 OLD      ?=
 NEW      ?=
 # export: with 1 nothing is written, and the exit status says whether a byte would change
 CHECK    ?=
-# fidelity: run the cases with this in their name; check: run the checks with this; fuzz: run one class;
-# compare: the regime, or REGIME/ARM;
-# clients: run the tests that this expression of pytest -k chooses; bench-clients: the cases with this, as EP2 full
+# mutants: with 1 only the unit tests run
 UNIT     ?=
+# fidelity, mutants, bench-*: run the cases with this in their name, as EP2 full; check: run the checks with this;
+# upstream: the tests; fuzz: run one class; compare: the regime, or REGIME/ARM;
+# clients: run the tests that this expression of pytest -k chooses
 ONLY     ?=
-# fuzz: how many tries, and the seed that chooses them
+# fuzz: how many tries; fuzz, online: the seed of the random choices
 TRIES    ?= 10000
 SEED     ?= 0
 # online: how often it samples and trains
@@ -128,7 +129,7 @@ trees: setup  ## try the patches on every tree that the docs name, and write doc
 	@test -n "$(REPO)" || { echo "error: which clone? make $@ REPO=DIR" >&2; exit 2; }
 	@$(VENV)/bin/python -m proof.fidelity.pinned_trees --repo "$(REPO)"
 
-upstream: setup  ## run Megatron's own tests with the patches that Megatron could take, and theirs (REPO=CLONE, LINE=, ONLY=)
+upstream: setup  ## run Megatron's own tests, and tests of the patches that Megatron could take (REPO=CLONE, LINE=, ONLY=)
 	@test -n "$(REPO)" || { echo "error: which clone? make $@ REPO=DIR" >&2; exit 2; }
 	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m proof.fidelity.upstream_fixes --repo "$(REPO)" \
 		$(if $(LINE),--line $(LINE)) $(if $(ONLY),--only $(ONLY))
@@ -196,7 +197,7 @@ bench-balance: megatron  ## measure what guest experts do to the load and to a s
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m proof.benchmarks.balance --out $(BUILD)/bench/balance.json \
 		$(if $(ROUNDS),--rounds $(ROUNDS)) --only "$(ONLY)"
 
-bench-gate: setup  ## compile the gate's kernels for an H100, and set its two limits beside each other (ONLY=MODEL)
+bench-gate: setup  ## compile the gate's kernels for an H100, and compare their instructions with its memory (ONLY=MODEL)
 	$(VENV)/bin/python -m proof.benchmarks.gate --out $(BUILD)/bench/gate.json --only "$(ONLY)"
 
 bench-scale: setup  ## count and time what opening, reading and planning cost as a job and its store grow (SHARDS=, STARTUP=)

@@ -63,10 +63,10 @@ def apply_series(
     applied tree is finished; what was written is read again and compared.
 
     Args:
-        unreleased: whether a tree that versions.toml does not list is taken too, if the group r3
-            of a line applies to the tree exactly; other groups that do not apply are left out. Such
-            a tree gets a record, which `revert_series` removes.
-        groups: the groups to apply; empty for all.
+        unreleased: whether a tree that versions.toml does not list is taken too, if all of `groups`
+            of a line apply to it exactly, or, without `groups`, r3; other groups that do not apply
+            are then left out. Such a tree gets a record, which `revert_series` removes.
+        groups: the groups to apply; empty for all that apply.
 
     Raises:
         PatchingError: the tree is no known one, has other patches in it, or cannot be written.
@@ -121,10 +121,10 @@ def revert_series(root: Path, patches: Path, *, line: str = "") -> Change:
 def _take(
     status: TreeStatus, versions: Versions, line: str, unreleased: bool, groups: Collection[str]
 ) -> tuple[TreeStatus, str]:
-    """The status of a tree that needs a record to be patched, and text about what is left out.
+    """The status of a tree that can be patched only with a record, and text about other choices.
 
     Raises:
-        PatchingError: no line fits, or --unreleased was not given.
+        PatchingError: no line fits, several fit equally, or --unreleased was not given.
     """
     if status.unreleased and status.unknown:  # some of its files are patched already
         raise PatchingError(why_not(status, versions))
@@ -140,7 +140,7 @@ def _take(
 
 
 def _why_no_fit(status: TreeStatus, versions: Versions, line: str, groups: Collection[str]) -> str:
-    """The error about a tree that no line fits: the patch that fails, or all files that differ."""
+    """The error about a tree to which no line's patches apply: what does not fit, or differs."""
     hopeless = status.patched or status.crlf or not (status.num_recognised or line)
     try:
         if not hopeless:
@@ -183,7 +183,7 @@ def _move(status: TreeStatus, goal: TreeState, others: str = "") -> Change:
     executables = {change.path for change in changes if change.executable}
     if status.state is TreeState.PRISTINE:
         # Before the files, so that an apply which is killed can be finished or undone. For a
-        # release this removes the record, which is about what the tree was before.
+        # whole release this removes a record, which is about what the tree was before.
         write_record(root, Record(status.unreleased))
     try:
         replace_files(root, new, status.files, executables)
@@ -222,7 +222,7 @@ def _contents(status: TreeStatus, reverse: bool) -> dict[str, bytes | None]:
 
 
 def why_not(status: TreeStatus, versions: Versions) -> str:
-    """Why an unknown tree is refused: each file that is wrong, and the trees that are known."""
+    """Why an unknown tree is refused: each wrong file; if no file is known, the known trees too."""
     wrong = "".join(f"\n  {path}: {status.why_unknown(path)}" for path in status.unknown)
     if status.crlf:
         wrong += _NO_CRLF

@@ -1,8 +1,8 @@
 """Runs git so that it gives the same result on every machine.
 
-The user's configuration, attributes, hooks and environment have no effect. To apply, revert or look
-at a tree git runs in a folder of ours alone, never in that tree: a repository's configuration can
-name programs, and git would run them.
+The user's configuration, attributes, hooks and GIT_* variables have no effect. Applying, reverting
+and status run git in a folder of ours, never in the tree: a repository's configuration can name
+programs, and git would run them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _ENVIRONMENT = {
 
 
 class PatchingError(ValueError):
-    """A refusal: the message names the file and what to do, and whether files stay changed."""
+    """A refusal: the message names the file, what to do, and files that stay changed, if any."""
 
 
 def names(items: Sequence[str], most: int = 5) -> str:

@@ -1,9 +1,9 @@
 """The record of a tree: how an unreleased tree was patched, and when a tree was checked.
 
-versions.toml knows the files of releases. For any other tree `apply` writes a record of what it
-does: one diff, with the blob ids of each file before and after. The diff alone is enough to take
-the patches back, or to finish an apply that was killed, even with a later megatron-r3 that has
-other patches. The record lies in the tree:
+versions.toml knows the files of releases. For any other tree, and for a release that gets only some
+groups, `apply` writes a record of what it does: one diff, with the blob ids of each file before and
+after. The diff alone is enough to finish an apply that was killed, and to take the patches back
+even with a later megatron-r3 that has other patches. The record lies in the tree:
 
     .git/megatron-r3.json     in a checkout, inside the git directory of this work tree: git does
                               not see the file, and neither git clean nor git stash removes it
@@ -32,12 +32,12 @@ _FORMAT = 3
 
 @dataclass(frozen=True)
 class Unreleased:
-    """What was done to a tree that versions.toml does not list.
+    """What was done to a tree that versions.toml does not list, or that got only some groups.
 
     Attributes:
         line: the release line whose patches fit.
         near: the known tree of that line from which the fewest files differ.
-        differ: the files that are not those of `near`.
+        differ: the files of these patches that are not those of `near`.
         absent: files of the patches that the tree lacks, as `near` does.
         groups: the groups whose patches are in the tree; `left_out` are the line's other groups.
         num_patches: how many patches these are.
@@ -115,7 +115,7 @@ def read_record(root: Path) -> Record | None:
     """The record of `root`; None where there is none.
 
     Raises:
-        PatchingError: the file is damaged, or another version of megatron-r3 wrote it.
+        PatchingError: the file is damaged, or has a format that this megatron-r3 does not read.
     """
     path = record_path(root)
     try:
@@ -130,9 +130,9 @@ def read_record(root: Path) -> Record | None:
 def damaged(path: Path, why: str) -> PatchingError:
     """The error about a record that cannot be used."""
     return PatchingError(
-        f"{path} does not say how the tree was patched, because it is damaged or was edited "
-        f"({why}): restore this file; or restore the unpatched files (git checkout -- megatron), "
-        f"remove {path.name}, and apply again"
+        f"{path} does not say how the tree was patched: it is damaged, was edited, or has another "
+        f"format ({why}): restore this file; or restore the unpatched files (git checkout -- "
+        f"megatron), remove {path.name} and the files that patches added, and apply again"
     )
 
 

@@ -57,7 +57,7 @@ class Scratch:
 
     def __init__(self, folder: Path, files: Mapping[str, FileOnDisk]) -> None:
         self.folder = new_repository(folder)
-        # the mode of a file that a patch deletes is in the diff, so that the file can come back
+        # `diff` of a file that a patch deletes has the file's mode, so that a revert can restore it
         self._executables = {path for path, file in files.items() if file.executable}
         self.put({path: file.data for path, file in files.items()})
 
@@ -144,7 +144,7 @@ def patched_contents(status: TreeStatus, *, reverse: bool = False) -> dict[str, 
     """The contents of a tree's files after the series is applied or, with `reverse`, taken back.
 
     Each file starts from the place in its chain at which it is now. Unknown files are tried from
-    the first patch on, and cannot be reverted. None stands for a file that is then not there.
+    the first patch on; `reverse` leaves them alone. None stands for a file that is then not there.
 
     Raises:
         PatchFailed: a patch does not fit.

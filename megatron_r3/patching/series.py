@@ -3,8 +3,8 @@
 A series is what `git format-patch --full-index --no-renames` writes: numbered files that change,
 add or delete text files. The full blob ids in a patch say which file it starts from and which file
 it gives; a tree is recognised by those ids. A number stands for one purpose, and is the same in
-every line; a line that does not need such a patch has a gap there. The hundred of the number says
-which group the patch is in: 0003 is of r3, 0203 of engine.
+every line; a line without such a patch has a gap there. The hundred of the number says which group
+the patch is in: 0003 is of r3, 0203 of engine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Group:
     """Patches that go into a tree together, or are left out together; see docs/how-it-works.md.
 
     Attributes:
-        needs: the groups without which they are left out.
+        needs: the groups without which this one is left out.
     """
 
     name: str
@@ -45,7 +45,7 @@ GROUPS = (
     Group("rl", ("r3", "engine")),
     Group("fixes"),
 )
-NEEDED = "r3"  # a tree to which this group does not apply is refused
+NEEDED = "r3"  # without --groups, a tree to which this group does not apply is refused
 
 
 # the head of a file's part of a patch:
@@ -127,7 +127,8 @@ def read_series(folder: Path) -> Series:
     """Read the patches of the release line that `folder` is named after.
 
     Raises:
-        PatchingError: naming the patch that is missing, unreadable or does not follow the others.
+        PatchingError: naming the folder without patches, or the patch that is unreadable, has a
+            wrong number or does not follow those before it.
     """
     files = sorted(folder.glob("*.patch"))
     if not files:
@@ -179,8 +180,8 @@ def read_changes(diff: bytes, file: Path) -> tuple[FileChange, ...]:
     parts = re.split(rb"^(?=diff --git )", diff, flags=re.MULTILINE)[1:]
     changes = tuple(_file_change(part, file) for part in parts)
     paths = [change.path for change in changes]
-    if len(set(paths)) < len(paths):
-        raise PatchingError(f"{file}: a file is in it twice: {names(sorted(paths))}")
+    if twice := sorted({path for path in paths if paths.count(path) > 1}):
+        raise PatchingError(f"{file}: a file is in it twice: {names(twice)}")
     return changes
 
 

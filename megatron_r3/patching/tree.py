@@ -2,7 +2,7 @@
 
 A tree is recognised by the blob ids of the files that the series touches. Its version string says
 nothing (upstream's tag core_v0.19.0 calls itself 0.19.1), and the tree need not be a git checkout.
-Every file has a place in its chain of blobs: place 0 is the base, the last place is patched.
+A known file has a place in its chain of blobs: place 0 is the base, the last place is patched.
 Example: two patches change router.py, so its chain is (a, b, c). A file with the id b has place 1:
 the first patch is in it, the second is not. The chains of a release are those of its patches and of
 versions.toml. An unreleased tree that was patched has a record of itself, with a diff that counts
@@ -145,12 +145,12 @@ def find_root(root: Path) -> Path:
 def identify(root: Path, versions: Versions, line: str = "") -> TreeStatus:
     """Compare `root` with the known trees of `line`, or of every line, and return the best match.
 
-    A tree that is unknown or half applied by versions.toml is compared with its own record too.
+    A tree that versions.toml shows as unknown or half applied is compared with its record too.
 
     Raises:
         PatchingError: `root` is no Megatron-LM tree, or a file in question is a symlink, a folder
             or unreadable; or the series or its entry in versions.toml is wrong; or the record of
-            an unknown tree is damaged.
+            an unknown or half applied tree is damaged.
     """
     root = find_root(root)
     matches: list[TreeStatus] = []
@@ -158,7 +158,7 @@ def identify(root: Path, versions: Versions, line: str = "") -> TreeStatus:
         series = read_series(candidate.folder)
         files = {path: read_file(root, path) for path in series.blobs}
         matches += [compare(root, candidate, series, tree, files) for tree in candidate.trees]
-    # no unknown file, then as many known files as possible
+    # no unknown file, then the most known files, then the fewest unknown ones
     best = max(matches, key=lambda m: (not m.unknown, m.num_recognised, -len(m.unknown)))
     # A tree that has some of the groups looks like a release that is half patched.
     if best.state in (TreeState.UNKNOWN, TreeState.HALF_APPLIED):

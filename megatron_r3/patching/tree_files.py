@@ -22,7 +22,7 @@ from megatron_r3.patching.git import PatchingError, blob_id, names
 
 @dataclass(frozen=True)
 class FileOnDisk:
-    """A file as it was read: data is None if there is no file, stat also if it is git's output."""
+    """A file as it was read; without a file both fields are None, and git's output has no stat."""
 
     data: bytes | None
     stat: os.stat_result | None = None
@@ -49,7 +49,7 @@ def read_file(root: Path, path: str) -> FileOnDisk:
     """Read one file of a tree.
 
     Raises:
-        PatchingError: it is not a plain file, or lies behind a symlink.
+        PatchingError: it cannot be read, is not a plain file, or lies behind a symlink.
     """
     for part in (path, *map(str, Path(path).parents)):
         # A file behind a link may belong to another tree; writing it would change that tree.
@@ -68,7 +68,7 @@ def read_file(root: Path, path: str) -> FileOnDisk:
 
 @contextmanager
 def locked(root: Path) -> Iterator[None]:
-    """Wait until no other command changes `root`, and let none begin in the body.
+    """Wait until no other command changes `root`; others then wait until the body ends.
 
     The lock is on the open folder, not a file, so it ends with the process, even a killed one.
     """
@@ -89,7 +89,8 @@ def replace_files(
 ) -> None:
     """Write the `new` contents of some of the `old` files, all or none; None removes a file.
 
-    A replaced file keeps its mode and owner; a created file gets the mode that git would give it.
+    A replaced file keeps its mode, and its owner if this process may set it; a created file gets
+    the mode that git would give it.
     Folders are made where needed, and removed where they end up empty. A hard link is cut, not
     followed, because package installers share one file between environments.
 

@@ -3,7 +3,8 @@
 Such a tree lies between two releases: a commit that a framework pins, or a fork. The patches must
 apply to its files exactly, as `git apply` means it: every line of context is there, in the same
 order; only the line numbers may differ. A group that does not apply is left out, except r3, which
-must apply. A release that shall get only some groups is handled as such a tree too.
+must apply; with --groups all of these must. A release that shall get only some groups is handled as
+such a tree too.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class Fit:
     Attributes:
         tree: what the record of the tree will say.
         moved: by how many lines all hunks together are away from where the patches name them.
-        left_out: why each other group is left out, by name: the place that does not fit.
+        left_out: why a group that was tried is left out, by name: the place that does not fit, or
+            which group it needs.
     """
 
     tree: Unreleased
@@ -51,7 +53,7 @@ class Fit:
 
     @property
     def missing(self) -> str:
-        """A line for each group that is left out, with the place that does not fit."""
+        """A line for each group of `left_out`, with its reason."""
         return "\n".join(f"left out: {name}: {why}" for name, why in self.left_out.items())
 
     @property
@@ -59,10 +61,10 @@ class Fit:
         """The sort key of the lines that fit: the nearest line has the least.
 
         The number of patches counts before the number of differing files: if a patch applies, the
-        tree lacks what the patch brings. Example: both series apply to 14346b65, and more of its
-        files are those of main than those of core_r0.19.0. But 14346b65 lacks a fix that is in main
-        and in a patch of core_r0.19.0. With the patches of main a training would end with an error:
-        they expect another shape of the padding mask.
+        tree lacks what the patch brings. Example: the series of main and of core_r0.19.0 apply to
+        commit 14346b65, and more of its files are those of main. But it lacks a fix that main has,
+        and core_r0.19.0 has as a patch. With the patches of main a training would end with an
+        error: they expect another shape of the padding mask.
         """
         tree = self.tree
         return len(self.left_out), -tree.num_patches, len(tree.differ), self.moved
@@ -78,7 +80,7 @@ def find_fits(
     the hunks move.
 
     Args:
-        wanted: the groups to apply, all of them; empty for r3 and what else applies.
+        wanted: the groups to apply, which must all fit; empty for r3 and what else applies.
 
     Raises:
         PatchingError: a file in question is a symlink, a folder or unreadable, or a series is
@@ -95,8 +97,8 @@ def find_fits(
 def fit_line(root: Path, line: Line, wanted: Collection[str] = ()) -> Fit | None:
     """The groups of `line` that apply to the tree `root`; None if the line's patches do not fit.
 
-    They do not fit a tree that has patched files, or files that the nearest known tree lacks, or to
-    which a wanted group does not apply because it needs another group.
+    They do not fit a tree that has patched files, or files that the nearest known tree lacks; nor
+    if the line has no patches of a wanted group.
 
     Raises:
         PatchFailed: a group that must apply does not.
@@ -169,7 +171,7 @@ def _apply_group(ours: Scratch, series: Series, group: str, present: Collection[
 
 
 def choose(root: Path, fits: list[Fit]) -> tuple[Fit, str]:
-    """The nearest line of those that fit, and text about its groups left out and other lines.
+    """The nearest line of those that fit, and text about groups left out and the other lines.
 
     Raises:
         PatchingError: two lines are equally near, so that nothing says which one is meant.

@@ -1,6 +1,6 @@
 """versions.toml: which release lines have patches, and the trees that these patches fit.
 
-default = "<name of the tree that `megatron-r3 megatron` fetches>"
+default = "<name of the tree that `megatron-r3 megatron` fetches by default>"
 
 [lines."<release line>"]        # its patches lie in the folder of the same name
 python = ">=3.12"               # the versions of Python that upstream asks for
@@ -107,7 +107,7 @@ class Versions:
         for line, tree in trees:
             if name in (tree.name, line.name):
                 return line, tree
-        known = names([f"{tree.name} ({line.name})" for line, tree in trees])
+        known = names([f"{tree.name} ({line.name})" for line, tree in trees], most=99)
         raise PatchingError(
             f"{name} is no tree that versions.toml knows from {source}; known: {known}"
         )
@@ -126,7 +126,7 @@ def read_versions(folder: Path) -> Versions:
     """Read and check `folder`/versions.toml.
 
     Raises:
-        PatchingError: naming the file and the key that is missing, unknown or of a wrong type.
+        PatchingError: the file cannot be read, or a key in it is missing, unknown or wrong.
     """
     file = folder / "versions.toml"
     try:

@@ -5,7 +5,7 @@
 The benchmark trains on made-up routes with a given share of the load on the first rank, in three
 ways: without guest slots, with slots that stay empty, and with guests. The table has the load of
 the busiest rank divided by the mean load, and what planning and sending cost for a micro-batch and
-rank. The table also has the time of a step divided by that of the step without slots in the same
+rank. The table also has the time of a step divided by that of the steps without slots in the same
 round: wall time, and CPU time of the busiest rank, of all its work and inside its MoE layers. Exit
 status 1: the load with guests is above the limit of the case.
 
@@ -124,7 +124,7 @@ def _with_shares(log_weights: np.ndarray, case: Case, rng: np.random.Generator) 
 
 
 def summarise(results: list[dict[str, Any]]) -> Iterator[Row]:
-    """A row for each way, from what `timed` returned on each rank; times are those of all ranks."""
+    """A row for each way, from what `timed` returned on each rank; every time is the longest."""
     first = results[0]
     for way in first["wall_s"]:
         mode = way.removesuffix(AGAIN)

@@ -32,7 +32,7 @@ class Bench:
             row once it is measured. A ValueError is printed as one line.
         wrong: returns what is wrong with a row, in words, or "". A wrong row gives exit status 1.
         cases: what `--only` chooses from, by name; None if there is no such option.
-        rounds: what a round is, for the help of `--rounds`; empty if there is no such option.
+        rounds: the help of `--rounds`; empty if there is no such option.
         default_rounds: the default of `--rounds`.
         options: more options, texts or whole numbers above 0: the default and the help, by name.
         about: the end of the page's sentence about a record, with the record's values in braces.
@@ -160,7 +160,7 @@ def ratios(seconds: Seconds, way: str, other: str) -> list[float]:
 
 
 def ratios_to_first(seconds: Seconds, way: str) -> list[float]:
-    """The seconds of each step of a way by the geometric mean of the first way's two in its round.
+    """In each round, a way's seconds divided by the geometric mean of the first way's two steps.
 
     Args:
         seconds: the first way, the first way again, and others. The first way again is compared
@@ -174,13 +174,13 @@ def ratios_to_first(seconds: Seconds, way: str) -> list[float]:
 
 
 def compared_to_first(seconds: Seconds, way: str) -> dict[str, Any] | None:
-    """The record of the `Median` of these ratios; None for the first way."""
+    """The record of the `Median` of `ratios_to_first`; None for the first way."""
     first = next(iter(seconds))
     return None if way == first else median_of(ratios_to_first(seconds, way)).record()
 
 
 def compared(seconds: Seconds, way: str, other: str | None) -> dict[str, Any] | None:
-    """The record of the `Median` of these ratios; None if there is no other way."""
+    """The record of the `Median` of `ratios`; None if there is no other way."""
     return None if other in (None, way) else median_of(ratios(seconds, way, str(other))).record()
 
 

@@ -415,7 +415,7 @@ class Batch:
         tokens: the token ids of each sample, int64.
         responses: how many tokens of each sample are its response.
         routes: the routes of each sample, int16 `[tokens - 1, L, K]`, as an engine returns them:
-            the last token was never forwarded. Empty until `record` has made them.
+            the last token was never forwarded. Empty until `run_way` gets what `record` made.
     """
 
     rank: int
@@ -639,7 +639,7 @@ def packed(batch: Batch, samples: range) -> dict[str, Any]:
 
 
 class InVerl:
-    """A step of verl's engine; `forward_backward_batch` and `forward_step` are verl's in every way.
+    """A step of verl's engine: all ways run verl's `forward_backward_batch` and `forward_step`.
 
     Args:
         batch: what this rank trains on; the first step reads its routes.

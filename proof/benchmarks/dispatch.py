@@ -6,7 +6,7 @@ The benchmark trains in three ways on the same rollouts at the same load (the ro
 the live router): live, replayed without a plan, and replayed with one. The table has host waits,
 copies and collectives for each MoE layer and pass. The table also has the time of a step divided by
 that of the two live steps in the same round: wall time, and CPU time of the busiest rank. Exit
-status 1: a layer with a plan waits, or one without a plan does not, so that nothing was counted.
+status 1: a layer with a plan waits, or one without a plan does not, so the counting is broken.
 """
 
 from __future__ import annotations

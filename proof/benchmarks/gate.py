@@ -156,7 +156,7 @@ def row_bytes(case: Case, kernel: str) -> float:
 
 
 def measure(args: argparse.Namespace) -> Iterator[Row]:
-    """A row for each kernel of each case; "counted" is the counting kernel and the forward one."""
+    """A row for each kernel of each case; the ratio of "counted" is with the forward kernel."""
     from megatron_r3.replay.gate.triton_kernels import gate_backward, gate_choose, gate_forward
 
     for name, case in args.cases.items():

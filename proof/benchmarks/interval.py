@@ -1,4 +1,4 @@
-"""How sure a ratio is, and when a comparison may stop: used by every benchmark of times.
+"""How sure a ratio is, and when a comparison may stop: for the benchmarks that compare times.
 
 Times on a shared machine have long tails, so nothing here assumes a normal distribution. A ratio of
 two ways is that of Hodges and Lehmann (Estimates of location based on rank tests, 1963): the median
@@ -92,8 +92,8 @@ def median_of(values: Sequence[float], confidence: float = CONFIDENCE) -> Median
 def _chance_of_rank(n: int) -> np.ndarray:
     """The chance that Wilcoxon's signed-rank statistic of n values is at most 0, 1, 2, ...
 
-    It is the sum of those of the ranks 1 to n whose value has the one sign, each with a chance of a
-    half. Example: for n = 2 the sums 0, 1, 2, 3 have a chance of 1/4 each.
+    The statistic is the sum of the ranks of the positive values; each rank from 1 to n is in the
+    sum with a chance of a half. Example: for n = 2 the sums 0, 1, 2, 3 have a chance of 1/4 each.
     """
     chance = np.zeros(n * (n + 1) // 2 + 1)
     chance[0] = 1.0
@@ -139,10 +139,12 @@ def shown(record: Mapping[str, Any]) -> str:
 
 
 def turn(ways: Sequence[Way], number: int) -> list[Way]:
-    """The order of the ways in a round: rotated by one place every second round, else mirrored.
+    """The order of the ways in a round.
 
-    Every way is in every place equally often, and before a neighbour as often as behind it. Three
-    ways a, b, c have all six orders in six rounds: abc cba bca acb cab bac.
+    Each even round begins one way later than the even round before it; the odd round that follows
+    is its mirror image. So every way is in every place equally often, and before a neighbour as
+    often as behind it. Three ways a, b, c have all six orders in six rounds: abc cba bca acb cab
+    bac.
 
     Args:
         ways: what is measured.

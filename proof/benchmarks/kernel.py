@@ -4,7 +4,7 @@
     python -m proof.benchmarks.kernel --out build/bench/kernel.json --device cpu --rehearse
 
 It times the kernel, forward and backward, beside four other ways: (a) the chain of torch calls that
-Megatron-LM runs under replay (with --megatron Megatron's own function); (b) that chain under
+Megatron-LM runs under replay (with --megatron: Megatron's own function); (b) that chain under
 torch.compile; (c) Transformer Engine's fused gate, if it is installed, with its live top-k over all
 experts, and for a model with groups of experts also with these groups; (d) copies of the same
 bytes. All ways are timed in turn in one run, with the caches flushed before each call, until the
@@ -62,7 +62,7 @@ COLUMNS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Time every model, number of tokens, way and pass; write the record after each number."""
+    """Time every model, number of tokens, way and pass; write after each number of tokens."""
     args = _arguments(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
         print("error: no CUDA device here; --device cpu --rehearse runs it all", file=sys.stderr)

@@ -119,7 +119,7 @@ def floor(inputs: Inputs) -> dict[str, Callable[[], Any]]:
     """(d): plain fills and gathers of the bytes that each pass must move.
 
     The forward pass reads the logits of the given experts and writes probabilities and map; the
-    backward pass reads these logits and their gradient, and writes a gradient.
+    backward pass reads these logits and the gradient of these probabilities, and writes a gradient.
     """
     logits_TE, ids_TK = inputs.logits_TE.detach(), inputs.ids_TK.long()
     out_TE = torch.empty_like(logits_TE)

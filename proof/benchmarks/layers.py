@@ -145,8 +145,8 @@ def _import_tree(tree: Path, cuda: bool) -> None:
     """Import Megatron from the tree; on a CPU under `megatron_r3.cpu`, which lets it run there."""
     # torch.use_deterministic_algorithms needs this variable; it must be set before CUDA starts
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # Experts get other numbers of tokens in each step; without this variable, freed memory would
-    # be too fragmented for the next step.
+    # Each expert gets another number of tokens, so blocks of many sizes are freed; without this
+    # variable, that memory would be too fragmented for the next step.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     sys.path.insert(0, str(tree))
     if not cuda:

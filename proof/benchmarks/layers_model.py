@@ -95,7 +95,7 @@ MODELS = {
 
 
 def make_config(model: Model, sizes: Sizes, spec: str, cuda: bool, **options: Any) -> Any:
-    """Megatron's config of the model, to which each step sets its recompute.
+    """Megatron's config of the model, in which each step sets its recompute.
 
     The local spec needs neither Transformer Engine nor apex. With Transformer Engine the options
     are those of a training script: grouped GEMMs, fused permutation, fused SwiGLU, fused rotary

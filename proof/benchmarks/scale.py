@@ -147,7 +147,7 @@ def _slice(store: RolloutStore, rollout: int, peer: int) -> tuple[np.ndarray, ra
 
 
 def reading(folder: Path) -> Iterator[Row]:
-    """CPU time of reading a rank's slices with sums, or values too, compared, by that without."""
+    """CPU time of reading a rank's slices, comparing sums (and values), divided by that without."""
     store = RolloutStore([folder])
 
     def read() -> None:
@@ -234,7 +234,7 @@ def startup(folder: Path, most: int) -> Iterator[Row]:
 
 
 def memory(folder: Path) -> Iterator[Row]:
-    """The memory of an open store of 4 shards, with 16 times the tokens by that without."""
+    """The memory of an open store of 4 shards with 16 times the tokens, divided by that without."""
     held = []
     for length in (50, 200, 800):
         write_store(folder / str(length), 4, length)

@@ -5,8 +5,8 @@
 The routes have the shape of Qwen3-30B-A3B (48 layers, 128 experts, top-8); one process, one thread.
 A round moves routes in every way, also as other projects do, in an order that changes from round to
 round. Rates are medians: bytes of stored routes (384 a token), whatever a way moves for them, by
-wall time and by CPU time. Some ways are compared with "decode and check" on the same routes, round
-by round.
+wall time and by CPU time. Some ways are compared with "decode and check" of the same round, per
+byte of stored routes.
 
 Shape suffixes (docs/glossary.md): K, L, T.
 """

@@ -62,7 +62,7 @@ SMALL = """
 
 @contextmanager
 def patched_worker() -> Iterator[tuple[TreeWorker, str, Path]]:
-    """A worker on a patched copy of the default tree, the tree's name, and an empty folder."""
+    """A worker on a patched copy of the default tree, the tree's name, and a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
         folder = Path(scratch)
         tree, name = unpatched_copy(None, folder / "unpatched")
@@ -87,7 +87,10 @@ def rig(rollouts: int) -> Iterator[tuple[TreeWorker, str, list[str]]]:
 
 
 def record(rank: int, argv: list[str], checkpoint: Path, rollouts: int) -> list[np.ndarray]:
-    """Build the model, save it, and return the routes `[L, T, K]` of its routers for `tokens`."""
+    """Build and save the model; return its live routes `[L, T, K]` for the tokens of each rollout.
+
+    The tokens are those that `tokens` makes.
+    """
     from megatron_r3.replay.active import recording
     from proof.fidelity.reference import build_and_save
 
@@ -108,7 +111,7 @@ def tokens(index: int, sequence: int) -> np.ndarray:
 
 
 def write_store(folder: Path, routes: list[np.ndarray], engine: str, experts: int = 16) -> None:
-    """Write made-up rollouts with these routes `[L, T, K]`, one for each rollout."""
+    """Write a made-up rollout for each array `[L, T, K]` of `routes`."""
     layers, sequence, topk = routes[0].shape
     info = StoreInfo(
         engine=engine,
@@ -182,7 +185,7 @@ class Rounds:
     def wait_for(self, step: int) -> None:
         """Return when this step has begun.
 
-        Micro-batches are prepared up to three ahead of their use. At EP 4 a step has two, so all
+        Micro-batches are prepared up to three ahead of their use. A step may have only two, so all
         its preparation, with reading of routes and planning, would fall into steps of other ways.
         So nothing of a step is prepared before the step begins. A real training hides more of that
         work.
@@ -221,7 +224,8 @@ class Rounds:
 def modes_of_microbatches(rounds: Rounds, steps: int = 1) -> Iterator[str]:
     """Yields the way of each micro-batch that is prepared, once the step of that way has begun.
 
-    A thread prepares micro-batches ahead, so their number says to which step they belong.
+    A thread prepares micro-batches ahead, so their numbers, and not the time, say to which step
+    they belong.
 
     Args:
         steps: how many optimizer steps one step of `Rounds` has: the mini-steps of a collection.
@@ -292,7 +296,7 @@ def train_in_turn(
         end()
         if counts is not None and rounds.counting:
             counted[rounds.way()] = counts - before
-        if rounds.close_step(mine):  # Megatron's train() compares this before every step
+        if rounds.close_step(mine):  # Megatron's train() compares train_iters before every step
             get_args().train_iters = done
         return result
 

@@ -71,9 +71,10 @@ def summarise(result: dict[str, Any]) -> Iterator[Row]:
 
 
 def wrong(row: Row) -> str:
-    """What is wrong with a row: other counts than one more forward pass, which waits once a layer.
+    """What is wrong with a row, in words; empty if nothing is.
 
-    The pass has no plan, and the update waits for nothing: of two passes that is 0.5 waits a pass.
+    Expected is one forward pass, which waits for nothing, and where the trainer is the old policy a
+    second one, which has no plan and waits once a layer: a mean of 0.5 waits for a layer and pass.
     """
     wanted = (1, 0) if row["way"].startswith(SAMPLER) else (2, 0.5)
     if (row[PASSES], row[WAITS]) == wanted:

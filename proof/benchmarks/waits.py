@@ -3,8 +3,8 @@
 On a CPU nothing waits, so this module replaces functions of torch by functions that count calls. A
 call counts if code below megatron/core/transformer/moe makes it on a tensor that a GPU would hold,
 which is every tensor that is not on the host. A tensor is on the host if it came from numpy, if it
-was copied to the host, if it is a sum or a view of a tensor on the host, or if `mark_host` said so,
-for tensors that Megatron makes on the host:
+was copied to the host, if it is a sum, cast or view of a tensor on the host, or if `mark_host` said
+so, for tensors that Megatron makes on the host:
 
     sizes = torch.from_numpy(...)   on the host
     sizes.sum().item()              not counted: a sum of a tensor on the host
@@ -78,9 +78,8 @@ def count_passes(models: Iterable[torch.nn.Module], passes: Counter[str]) -> Non
         if isinstance(layer, MoELayer):
             layer.experts.register_forward_pre_hook(count)
             for name in ("sort_input_by_local_experts", "restore_output_by_local_experts"):
-                mark_host(
-                    getattr(layer.token_dispatcher, name)
-                )  # on the dispatcher's permute_idx_device
+                # on permute_idx_device, which is the CPU without moe_permute_fusion
+                mark_host(getattr(layer.token_dispatcher, name))
 
 
 def _inside_moe() -> bool:
