@@ -183,9 +183,9 @@ def tables(record: Record) -> str:
 
 
 def _cell(values: Sequence[float], form: str) -> str:
-    """The mean, smallest and largest: 0.61 (0.59 to 0.66); of a percentage the mean alone."""
+    """The mean, smallest and largest: 0.61 (0.59..0.66); of a percentage the mean alone."""
     low, high, mean = (format(find(values), form) for find in (min, max, fmean))
-    return mean if low == high or form.endswith("%") else f"{mean} ({low} to {high})"
+    return mean if low == high or form.endswith("%") else f"{mean} ({low}..{high})"
 
 
 def document(root: Path) -> str:
