@@ -35,8 +35,8 @@ TRIES    ?= 10000
 SEED     ?= 0
 # online: how often it samples and trains
 COLLECTIONS ?= 28
-# test, test-all: how many processes share the tests (default: two more than there are cores, because many tests wait
-# for processes of their own); compare: runs at a time; mutants: faults at a time (default: the number of cores)
+# test, test-all: how many processes share the tests, 16 at most (default: two more than there are cores, because many
+# tests wait for processes of their own); compare: runs, mutants: faults at a time (default: the number of cores)
 JOBS     ?=
 # bench-dispatch, bench-update, bench-store, bench-balance: the most rounds; the benchmark ends earlier if every ratio
 # tells (default: 256 of bench-dispatch, 32 of the others). bench-publish, bench-clients: the rounds
@@ -86,8 +86,8 @@ setup:  ## install the development environment in build/venv
 	@mkdir -p $(BUILD); flock -n $(BUILD) true || echo "waits for another make in this folder"
 	@flock -o $(BUILD) $(MAKE) --silent $(VENV)/.done
 
-# What the first process compiles is kept for the next one, unless PYTHONDONTWRITEBYTECODE is set. Then all is compiled
-# here, on all cores, where pip would compile one module at a time.
+# What the first process compiles is kept for the next one, unless PYTHONDONTWRITEBYTECODE is set. If it is set, all is
+# compiled here, on all cores; pip would compile one module at a time.
 COMPILE  := test -z "$$PYTHONDONTWRITEBYTECODE" || $(VENV)/bin/python \
 	-c 'import compileall, sys; compileall.compile_dir(sys.argv[1], quiet=2, workers=0)'
 
