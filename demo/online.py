@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from demo import sglang_server, task, vllm_server
-from demo.collect import ENGINES, ROOT
+from demo.collect import ROOT
 from demo.installation import ServerError
 from demo.model import arguments
 from demo.process import Failed
@@ -244,7 +244,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megatron", type=Path, required=True, help="a patched tree")
     parser.add_argument("--out", type=Path, default=Path("build/online"))
-    parser.add_argument("--sampler", choices=ENGINES, default="transformers")
+    parser.add_argument("--sampler", choices=("transformers", *TEMPLATES), default="transformers")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--collections", type=int, default=COLLECTIONS)
     args = parser.parse_args()

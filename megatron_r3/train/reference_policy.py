@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_r3.data.store.schema import StoreError
 from megatron_r3.replay.layers import unwrapped
 from megatron_r3.train.collection_pass import CollectionPass
 from megatron_r3.train.options import RolloutOptions
+from megatron_r3.train.refuse import refuse
 
 
 class Reference(CollectionPass):
@@ -40,9 +42,13 @@ class Reference(CollectionPass):
             models: this rank's model chunks.
             forward_step: the forward step of the pass.
         """
-        if self.policy.collection != collection:
-            with self._in_place(models):
+        if self.policy.collection == collection:
+            return
+        with self._in_place(models):
+            try:
                 self._run(models, forward_step, collection)
+            except StoreError as error:
+                refuse(str(error))
 
     @contextmanager
     def _in_place(self, models: list[Any]) -> Iterator[None]:

@@ -104,6 +104,9 @@ def refuse_update(args: Any) -> None:
     _refuse_shuffle(args)
     _refuse_log(args.rollouts_log)
     _refuse_reference(args.rollouts_reference)
+    for name in ("rollouts_kl_coeff", "rollouts_entropy_coeff"):
+        if getattr(args, name) == math.inf:
+            raise ValueError(f"{flag(name)} inf: it must be a finite number")
 
 
 def _refuse_log(name: str | None) -> None:

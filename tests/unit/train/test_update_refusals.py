@@ -50,6 +50,7 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({"rollouts_kl_coeff": 0.1}, "--rollouts-kl-coeff 0.1 needs --rollouts-reference"),
     ({"rollouts_kl": "k2"}, "--rollouts-kl k2 needs --rollouts-kl-coeff"),
     ({"rollouts_kl_in": "advantage"}, "--rollouts-kl-in advantage needs --rollouts-kl-coeff"),
+    ({"rollouts_entropy_coeff": INFINITE}, "--rollouts-entropy-coeff inf: it must be a finite"),
     ({"rollouts_entropy_coeff": -0.1}, "--rollouts-entropy-coeff -0.1: it must be 0 or more"),
     ({"rollouts_entropy_coeff": NAN}, "--rollouts-entropy-coeff nan: it must be 0 or more"),
     (
