@@ -83,7 +83,7 @@ files:  ## what each file is about: its first line
 
 # Two makes at once: the second one waits, and finds what the first one installed.
 setup:  ## install the development environment in build/venv
-	@mkdir -p $(BUILD); flock -n $(BUILD) true || echo "waits for another make in this folder"
+	@mkdir -p $(BUILD); flock -n $(BUILD) true || echo "waits for another make in this folder" >&2
 	@flock -o $(BUILD) $(MAKE) --silent $(VENV)/.done
 
 # What the first process compiles is kept for the next one, unless PYTHONDONTWRITEBYTECODE is set. If it is set, all is
