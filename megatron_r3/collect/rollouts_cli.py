@@ -143,7 +143,7 @@ def _shape_of(args: argparse.Namespace) -> dict[str, Any]:
 def layers(text: str) -> tuple[int, ...]:
     """Hidden layers, counted from 0. Example: "1-3,7" is (1, 2, 3, 7)."""
     ends = [[int(end) for end in part.split("-")] for part in text.split(",")]
-    if any(len(pair) > 2 or pair[-1] >= 10_000 for pair in ends):
+    if any(len(pair) > 2 or pair != sorted(pair) or pair[-1] >= 10_000 for pair in ends):
         raise ValueError(text)
     return tuple(sorted({number for a, *b in ends for number in range(a, (b or [a])[0] + 1)}))
 

@@ -166,7 +166,7 @@ def _graphs_without_router(config: Any) -> str:
     if names and not names - _GRAPHS_WITHOUT_ROUTER - attention:
         return ""
     option = "modules" if hasattr(config, "cuda_graph_modules") else "scope"
-    kept = sorted(names & (_GRAPHS_WITHOUT_ROUTER | {"attn"})) or ["attn"]
+    kept = sorted(names & {"attn", "mlp", "mamba"}) or ["attn"]
     return f"--cuda-graph-impl transformer_engine --cuda-graph-{option} {' '.join(kept)}"
 
 

@@ -120,9 +120,12 @@ OPTIONS = (
         **_CORRECTS),
     Option("rollouts_reference",
         "the reference policy of the KL term: a checkpoint or a transformers directory",
-        metavar="DIR", needs=(Rule("rollouts_kl_coeff"),), not_with=tuple(
-            Rule(name, (), "the reference's weights could not change places with the trainer's bit "
-                "by bit") for name in ("fp8_param_gather", "fp4_param_gather")
+        metavar="DIR", needs=(Rule("rollouts_kl_coeff"),), not_with=(
+            *(Rule(name, (), "the reference's weights could not change places with the trainer's "
+                "bit by bit") for name in ("fp8_param_gather", "fp4_param_gather")),
+            Rule("moe_input_jitter_eps", (), "its noise would be in the reference's log-probs too"),
+            *(Rule(name, (), "the attention logits of the reference's pass would count as the "
+                "trainer's") for name in ("qk_clip", "log_max_attention_logit")),
         )),
     Option("rollouts_kl_coeff",
         "add C times the KL from the trainer to the reference; 0: measure that KL alone",

@@ -103,7 +103,7 @@ def refuse_update(args: Any) -> None:
     """
     _refuse_shuffle(args)
     _refuse_log(args.rollouts_log)
-    _refuse_reference(args.rollouts_reference)
+    _refuse_reference(args.rollouts_reference, args.save)
     for name in ("rollouts_kl_coeff", "rollouts_entropy_coeff"):
         if getattr(args, name) == math.inf:
             raise ValueError(f"{flag(name)} inf: it must be a finite number")
@@ -122,9 +122,14 @@ def _refuse_log(name: str | None) -> None:
         raise ValueError(f"--rollouts-log {name}: it cannot be written; name another file")
 
 
-def _refuse_reference(name: str | None) -> None:
-    """Refuse a folder without a policy, before a model is built."""
+def _refuse_reference(name: str | None, saved: str | None) -> None:
+    """Refuse a folder without a policy, or whose newest policy changes while training runs."""
     tracker = "latest_checkpointed_iteration.txt"
+    if name is not None and saved is not None and Path(name).resolve() == Path(saved).resolve():
+        raise ValueError(
+            f"--rollouts-reference {name}: it is the folder of --save, whose newest checkpoint a "
+            "resumed training would take for the reference: give a copy of the first checkpoint"
+        )
     if name is not None and not any((Path(name) / n).is_file() for n in ("config.json", tracker)):
         raise ValueError(
             f"--rollouts-reference {name}: it has neither a config.json of transformers nor a "

@@ -96,10 +96,10 @@ def test_a_resumed_training_has_the_same_reference(
     values = kl(tmp_path / "log.jsonl")
     assert values[:2] == values[4:6]
     assert values[2:4] == values[6:]
-    # a checkpoint that began a training may be its reference too
+    # control: another reference
     again = reference(tmp_path / "saved", 0.5)
     argv = resumed(policy, store, tmp_path / "saved", *again)
-    assert not same(whole, patched.run(train, 1, argv, timeout_s=120))  # control
+    assert not same(whole, patched.run(train, 1, argv, timeout_s=120))
 
 
 def test_a_reference_of_another_shape_is_refused(

@@ -55,6 +55,6 @@ MXFP8 = "reuse_grad_buf_for_mxfp8_param_ag"
 def update_options_of(**changes: object) -> RolloutOptions:
     """The options that these arguments give, with some of them changed."""
     known = {*ARGUMENTS, "rampup_batch_size", "decrease_batch_size_if_needed", MXFP8}
-    known.add("fp8_param_gather")
+    known |= {"fp8_param_gather", "moe_input_jitter_eps", "qk_clip"}
     assert changes.keys() <= known
     return RolloutOptions.from_args(SimpleNamespace(**{**ARGUMENTS, **changes}))

@@ -75,7 +75,7 @@ def test_the_shape_of_a_model_that_nobody_knows_is_an_option(folder, capsys):
     assert main(["rollouts", "verify", "store", "--model", "config.json", "--moe-layers", "0"]) == 1
 
 
-@pytest.mark.parametrize("text", ["", "1-", "1-2-3", "0-10000", "x"])
+@pytest.mark.parametrize("text", ["", "1-", "1-2-3", "0-10000", "x", "1-3,9-7"])
 def test_a_list_of_layers_is_short_and_whole(folder, capsys, text):
     with pytest.raises(SystemExit):
         convert([], "--moe-layers", text)

@@ -99,6 +99,7 @@ def test_graphs_of_older_lines_that_hold_the_router_are_refused(graph: dict[str,
         ("modules", ["attn", "moe_router", "moe_preprocess"], "attn"),  # a recipe of Qwen3-30B-A3B
         ("modules", ["mamba", "moe", "attn"], "attn mamba"),
         ("modules", [], "attn"),
+        ("modules", ["attn", "full_iteration_inference", "moe"], "attn"),
         ("scope", ["moe_router"], "attn"),
     ],
 )

@@ -57,6 +57,18 @@ REFUSED: list[tuple[dict[str, object], str]] = [
         {"rollouts_reference": ".", "rollouts_kl_coeff": 0.1, "fp8_param_gather": True},
         "--rollouts-reference .: not together with --fp8-param-gather",
     ),
+    (
+        {"rollouts_reference": ".", "rollouts_kl_coeff": 0.1, "moe_input_jitter_eps": 0.1},
+        "--rollouts-reference .: not together with --moe-input-jitter-eps",
+    ),
+    (
+        {"rollouts_reference": ".", "rollouts_kl_coeff": 0.1, "qk_clip": True},
+        "--rollouts-reference .: not together with --qk-clip",
+    ),
+    (
+        {"rollouts_reference": "saved", "rollouts_kl_coeff": 0.1, "save": "./saved"},
+        "--rollouts-reference saved: it is the folder of --save",
+    ),
     ({"rollouts_loss": "ppo"}, "--rollouts-loss ppo: it must be one of grpo, gspo, cispo"),
     ({"rollouts_old_policy": "both"}, "--rollouts-old-policy both: .* sampler, trainer"),
     ({"rollouts_aggregation": "mean"}, "--rollouts-aggregation mean: it must be one of token-mean"),
