@@ -54,7 +54,7 @@ def reference_kl(terms: LossTerms, logprobs_BS: Tensor, estimator: str) -> Tenso
 
 
 def lower_advantages(terms: LossTerms, options: PenaltyOptions) -> LossTerms:
-    """The terms with advantages that the KL has lowered, if it belongs there."""
+    """The terms; their advantages are lowered where the KL goes into the advantages."""
     if options.kl is None or options.kl_place != "advantage":
         return terms
     kl_BS = reference_kl(terms, terms.old_logprobs_BS, options.kl_estimator)

@@ -206,6 +206,13 @@ def test_a_wrong_kl_shows(estimator: str, place: str) -> None:
     options = replace(LOSSES["grpo"], penalty=penalty)
     want = expected(made, options)
     assert error(laid.terms, options, laid, want) <= TOLERANCE
+    # the metric is the sum of what a coefficient of 1 adds to the loss
+    plain, added = (
+        expected(made, replace(options, penalty=PenaltyOptions(kl, estimator))).sum
+        for kl in (None, 1.0)
+    )
+    measured = update_of(laid.terms, options).reference_kl_BS.sum().item()
+    assert measured == pytest.approx(added - plain, rel=TOLERANCE)
     shifted_BS = laid.terms.reference_logprobs_BS.roll(1, -1)
     assert error(replace(laid.terms, reference_logprobs_BS=shifted_BS), options, laid, want) > 1e-3
     for other in {*KL_ESTIMATORS} - {estimator}:
