@@ -105,9 +105,9 @@ class Rollout:
             raise RolloutError(f"{where}: {wrong}")
 
     def wrong_parts(self, vocab_size: int = 0) -> str | None:
-        """Which of tokens, log-probs, turns and routes is impossible, and why; None if none is.
+        """Which field is impossible, and why; None if none is.
 
-        Name and reward are not checked: a decoder, which does not know them, calls this too.
+        Name, reward and advantage are not checked: a decoder, which has none, calls this too.
 
         Args:
             vocab_size: of the sampler; 0 where it is not known.

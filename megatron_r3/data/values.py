@@ -30,7 +30,7 @@ def wrong_logprob(logprobs_G: np.ndarray) -> tuple[int, str] | None:
     """The first log-prob that no sampled token can have: its index, and what is wrong with it.
 
     Args:
-        logprobs_G: natural logarithms for sampled tokens, at temperature 1; any float dtype.
+        logprobs_G: natural logarithms, one for each sampled token; any float dtype.
     """
     # These are the possible values, not the wrong ones: comparing NaN gives False, so NaN is not
     # possible.
@@ -56,7 +56,7 @@ def wrong_token(tokens_N: np.ndarray, vocab_size: int | None = None) -> tuple[in
 
     Args:
         tokens_N: integer ids.
-        vocab_size: of the model; None or 0 where it is not known, so only the type is a bound.
+        vocab_size: of the model; None or 0 where it is not known: then ids must only fit int32.
     """
     most = MOST_TOKEN_ID if not vocab_size else min(vocab_size - 1, MOST_TOKEN_ID)
     possible_N = (tokens_N >= 0) & (tokens_N <= most)
@@ -103,7 +103,8 @@ def wrong_count(counts_M: np.ndarray, least: int, total: int) -> str | None:
     impossible_M = (counts_M < least) | (counts_M > total)
     if impossible_M.any():
         rollout = int(impossible_M.argmax())
-        return f"{int(counts_M[rollout])} of rollout {rollout}; possible are {least} to {total}"
+        count = int(counts_M[rollout])
+        return f"rollout {rollout} has {count}; possible are {least} to {total}"
     added = sum(counts_M.tolist())  # Python's whole numbers do not wrap around
     if added != total:
         return f"the counts of its rollouts add up to {added}; there are {total}"

@@ -346,12 +346,12 @@ wrong("kept_sizes is I32 (16,)", tensors(kept_sizes=zeros("i4", 16)))
 wrong("versions is I64 (7,)", tensors(versions=zeros("i8", 7)))
 wrong("num_tokens has 2 dimensions, not 1", tensors(num_tokens=np.array([[5, 9, 3]])))
 for message, changes in {
-    "num_tokens: 1 of rollout 0; possible are 2 to 17": {"num_tokens": [1, 13, 3]},
-    "num_tokens: -5 of rollout 0; possible are 2 to 17": {"num_tokens": [-5, 19, 3]},
+    "num_tokens: rollout 0 has 1; possible are 2 to 17": {"num_tokens": [1, 13, 3]},
+    "num_tokens: rollout 0 has -5; possible are 2 to 17": {"num_tokens": [-5, 19, 3]},
     "num_tokens: the counts of its rollouts add up to 15; there are 17": {"num_tokens": [5, 7, 3]},
-    "num_turns: -1 of rollout 0; possible are 0 to 3": {"num_turns": [-1, 3, 1]},
+    "num_turns: rollout 0 has -1; possible are 0 to 3": {"num_turns": [-1, 3, 1]},
     "num_turns: the counts of its rollouts add up to 4": {"num_turns": [1, 2, 1]},
-    "num_kept: 4611686018427387904 of rollout 0": {"num_kept": [2**62, 0, 0]},
+    "num_kept: rollout 0 has 4611686018427387904": {"num_kept": [2**62, 0, 0]},
     "num_versions: the counts of its rollouts add up to 5": {"num_versions": [2, 2, 1]},
     "rollout 1: policy_version -3: must be a whole number": {"policy_version": [7, -3, 7]},
     "rollout 0: sample -1: must be a whole number from 0 on": {"sample": [-1, 0, 1]},

@@ -5,7 +5,8 @@
     shape = ModelShape.from_hf_config("model/config.json")
     rollouts = decode("sglang", response, request, shape, "request 7")
 
-Each engine has a file with a function `decode_increments`; docs/engines.md says what it reads.
+Each engine has a file with a function `decode_increments`; docs/engines.md names the responses that
+these functions read.
 """
 
 from __future__ import annotations

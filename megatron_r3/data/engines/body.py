@@ -1,8 +1,8 @@
 """What the requests and responses of all engines have in common: options, prompts, choices, arrays.
 
 Errors raised here do not name the request: `decode_increments` adds its name (`shape.naming`).
-Nothing is unpickled, and no array is larger than the data: the shape that a header claims is
-compared with the number of bytes before an array is made.
+Nothing is unpickled, and the shape that a header claims is compared with the number of bytes before
+an array is made.
 
 Shape suffixes (docs/glossary.md): G, V.
 """
@@ -32,6 +32,7 @@ _PROMPTS = {
 _MOST_TOKENS = ("max_tokens", "max_completion_tokens", "max_new_tokens")
 _TOKEN_ID = re.compile(r"token_id:(\d{1,10})")
 STREAMED = "a streamed response is not read; ask with stream false"
+NULL_LOGPROB = "a response token has no log-prob (null): sample the response again"
 _NUMBERS = (int, float, np.integer, np.floating)
 # The header of a .npy as numpy writes it. numpy's own reader parses the header as Python: that adds
 # a fifth to the time of reading the routes, and recurses where brackets are nested.
@@ -249,7 +250,7 @@ def sampled_logprobs(
     if not isinstance(values, list) or not values:
         raise EngineError(f"no log-probs; {hint}")
     if any(value is None for value in values):  # JSON has no NaN: some servers write null
-        raise EngineError("a response token has no log-prob: it is null; sample it again")
+        raise EngineError(NULL_LOGPROB)
     _refuse_other_names(names, response_G, prompt_length)
     return number_array(values, "log-probs")
 
@@ -315,7 +316,8 @@ def token_array(value: Any, name: str) -> np.ndarray:
     """Token ids as int32."""
     array = _integers(_plain(value, name), name)
     if array.ndim != 1 or not array.size or array.min() < 0 or array.max() > MOST_TOKEN_ID:
-        raise EngineError(f"{name}: token ids must be a list of at least one number from 0 on")
+        expected = f"a list of at least one number from 0 to {MOST_TOKEN_ID}"
+        raise EngineError(f"{name}: token ids must be {expected}")
     return array.astype(np.int32)
 
 

@@ -56,13 +56,14 @@ def checked_routes(
         start: the token of row 0.
 
     Raises:
-        EngineError: wrong rows, layers or top-k, wrong ids, or rows that were not captured.
+        EngineError: wrong rows, layers or top-k, or rows that were not captured.
+        RoutesError: wrong ids.
     """
     _check_rows(rows_TYK, num_tokens, shape, start)
     rows_TLK = _moe_layers(rows_TYK, shape)
     # With K = 1 a row [0] may mean expert 0, so Routes accepts zeros: look for them first. With
-    # K > 1 Routes refuses a row of zeros, which has expert 0 twice: look for zeros only then, to
-    # name the cause.
+    # K > 1 Routes refuses a row of zeros, which has expert 0 twice: then look for zeros, to name
+    # the cause.
     if shape.topk == 1:
         _refuse_not_captured(rows_TLK, shape, start)
     try:
@@ -78,10 +79,10 @@ def _check_rows(rows_TYK: np.ndarray, num_tokens: int, shape: ModelShape, start:
     if rows != expected:
         ignored = start > 0 and rows == num_tokens - 1
         raise EngineError(
-            f"{rows} rows of routes for {num_tokens} tokens from token {start} on; "
-            f"expected {expected}"
+            f"{rows} rows of routes for {num_tokens} tokens; expected {expected}, from token "
+            f"{start} on"
             + (
-                "; the server ignored routed_experts_prompt_start"
+                "; the start in the request (vLLM: routed_experts_prompt_start) was ignored"
                 if ignored
                 else row_cause(rows, expected)
             )
@@ -129,8 +130,9 @@ def _refuse_not_captured(rows_TLK: np.ndarray, shape: ModelShape, start: int) ->
     if not zero_TL.any():
         return
     row, moe_layer = (int(i) for i in np.argwhere(zero_TL)[0])
+    layer = shape.moe_layers[moe_layer]
     raise EngineError(
-        f"the engine did not capture routes: {int(zero_TL.sum())} of {zero_TL.size} rows are "
-        f"zeros, the first at token {row + start}, hidden layer {shape.moe_layers[moe_layer]}. "
+        f"the engine did not capture routes: {int(zero_TL.sum())} of {zero_TL.size} pairs of token "
+        f"and layer have zeros, the first at token {row + start}, hidden layer {layer}. "
         f"{_NOT_CAPTURED}"
     )

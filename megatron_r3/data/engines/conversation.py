@@ -77,14 +77,16 @@ class Increment:
             )
         if self.routes.num_rows != num_tokens - 1 - self.start:
             raise EngineError(
-                f"{self.routes.num_rows} rows of routes for {num_tokens} tokens from token "
-                f"{self.start} on; expected {num_tokens - 1 - self.start}"
+                f"{self.routes.num_rows} rows of routes for {num_tokens} tokens; expected "
+                f"{num_tokens - 1 - self.start}, from token {self.start} on"
             )
-        if self.prompt_length < 1 or num_tokens - self.prompt_length != len(self.logprobs_G):
+        if num_tokens - self.prompt_length != len(self.logprobs_G):
             raise EngineError(
                 f"{len(self.logprobs_G)} log-probs for {num_tokens - self.prompt_length} response "
                 "tokens"
             )
+        if self.prompt_length < 1:
+            raise EngineError("there is no prompt: a rollout has a prompt and a response")
         if not len(self.logprobs_G):
             raise EngineError("no token was sampled: a rollout has a prompt and a response")
         if wrong := wrong_logprob(self.logprobs_G):
@@ -160,8 +162,8 @@ def stitch(increments: Sequence[Increment], where: str, *, holes: str = "refuse"
         the weights changed while it was sampled: the oldest that the engine reported.
 
     Raises:
-        EngineError: tokens or rows disagree, or a row is missing; the message names token and
-            layer.
+        EngineError: tokens, rows, kept sets or versions disagree, or a row is missing; the message
+            names token and layer where there is one.
     """
     if holes not in ("refuse", "missing"):
         raise EngineError(f"{where}: holes must be refuse or missing; got {holes!r}")
@@ -270,7 +272,7 @@ def _turns(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """The sampled spans, int32 `[U, 2]`; which tokens were sampled, `[N]`; the log-probs, `[N]`.
 
-    The last array, `[N]`, says for each sampled token which of `ordered` sampled it; -1 for others.
+    The fourth array, `[N]`, says which of `ordered` sampled each token; -1 for tokens not sampled.
 
     A token belongs to the first response that sampled it; a retry adds only tokens behind those. A
     response that was cut off and then continued gives two adjacent turns. Example, N = 6:

@@ -67,8 +67,8 @@ def version_spans(spans: Any, num_sampled: int) -> np.ndarray | None:
     for version, start, stop in parts:
         if type(start) is not int or type(stop) is not int or start != end or stop < start:
             raise EngineError(
-                f"weight_versions: the span {quoted([version, start, stop])} does not begin at "
-                f"token {end} of the response, where the span before it ends"
+                f"weight_versions: the span {quoted([version, start, stop])} must begin at token "
+                f"{end} of the response, and not end before that"
             )
         end = stop
     if end != num_sampled:

@@ -63,8 +63,8 @@ def decode_increments(
         request: the body that was sent.
         shape: of the model that the server runs.
         where: the name of the request in errors.
-        num_mtp_layers: MoE layers of multi-token prediction in the server's model; their routes
-            come last and are dropped.
+        num_mtp_layers: MoE layers of multi-token prediction in the model of an unpatched server;
+            their routes come last and are dropped. 0 for a patched server, which sends none.
 
     Raises:
         EngineError: naming `where` and the choice, and token and layer where there is one.
@@ -162,7 +162,7 @@ def _rows(value: Any, shape: ModelShape, num_mtp_layers: int) -> np.ndarray:
     if layers != num_moe + num_mtp_layers:
         raise EngineError(
             f"{name}: {layers} layers; the model has {num_moe} MoE layers and {num_mtp_layers} of "
-            "multi-token prediction"
+            "multi-token prediction (num_mtp_layers)"
         )
     return rows_TLK[:, :num_moe]
 

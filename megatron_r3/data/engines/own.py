@@ -43,7 +43,7 @@ def decode_increments(
             `routes` may be base64 of a `.npy` too. `prompt_token_ids` may be left out where the
             request has them.
         request: `prompt`, the token ids that every sequence continues; `start`, the token of the
-            first row, 0 if left out; `max_tokens`, if no sequence may be longer.
+            first row, 0 if left out; `max_tokens`, if there is a limit on sampled tokens.
         shape: of the model that sampled.
         where: the name of the request in errors.
 
@@ -73,7 +73,9 @@ def _increment(
             "routes"
         )
     prompt = prompt_array(
-        request.get("prompt"), sequence.get("prompt_token_ids"), "or give the request a `prompt`"
+        request.get("prompt"),
+        sequence.get("prompt_token_ids"),
+        "give them, or a `prompt` in the request",
     )
     response_G = id_array(sequence["token_ids"], "token_ids", "")
     tokens_N = checked_tokens(prompt, response_G, request, shape)

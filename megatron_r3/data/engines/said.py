@@ -63,8 +63,8 @@ def read_said(
         versions: versions of the weights that the decoder has read already (Megatron).
 
     Raises:
-        EngineError: content, finish reason or a version is no text, the message has audio, or the
-            engine aborted the choice.
+        EngineError: content or finish reason is no text, a version is no short text or whole
+            number, the message is no object or has audio, or the engine aborted the choice.
     """
     meta = choice.get("meta_info")
     meta = meta if isinstance(meta, Mapping) else {}
@@ -90,7 +90,7 @@ def read_said(
 
 
 def _versions(fields: Mapping[str, Any]) -> list[str]:
-    """The versions of weights that vLLM (0.32) and SGLang (0.5.23) name in one place.
+    """The versions of weights in one object of a response of vLLM (0.32) or SGLang (0.5.23).
 
     `weight_version` is the newest one; `weight_versions` has `[{"version", "start", "end"}]`.
     """

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from megatron_r3.data.engines.body import (
+    NULL_LOGPROB,
     STREAMED,
     bare_array,
     choices_in_order,
@@ -224,8 +225,9 @@ def _logprobs_of_mask(
 ) -> np.ndarray:
     """Float32 log-probs `[G]` over the kept sets; `output_token_logprobs` are over all tokens.
 
-    Each entry is the log-prob of the sampled token; if the request has `sampling_logprobs_mode`
-    "support", a list of the log-probs of all tokens of the mask, in the order of the mask.
+    An entry of `output_token_sampling_logprobs` is the log-prob of the sampled token; if the
+    request has `sampling_logprobs_mode` "support", a list of the log-probs of all tokens of the
+    mask, in the order of the mask.
     """
     values, masks = meta.get(_MASK_LOGPROBS), meta[_MASK]
     if not isinstance(values, list) or len(values) != len(masks):
@@ -239,7 +241,7 @@ def _logprobs_of_mask(
                 )
             value = value[mask.index(token)] if token in mask else math.nan
         if value is None:
-            raise EngineError("a response token has no log-prob: it is null; sample it again")
+            raise EngineError(NULL_LOGPROB)
         chosen.append(value)
     return number_array(chosen, _MASK_LOGPROBS)
 
@@ -252,7 +254,7 @@ def _native_logprobs(entries: Any) -> tuple[np.ndarray, np.ndarray]:
     ):
         raise EngineError("output_token_logprobs must be a list of [log-prob, token id, text]")
     if any(entry[0] is None for entry in entries):
-        raise EngineError("a response token has no log-prob: it is null; sample it again")
+        raise EngineError(NULL_LOGPROB)
     name = "output_token_logprobs"
     return (
         token_array([entry[1] for entry in entries], name),

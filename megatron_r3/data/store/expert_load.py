@@ -1,4 +1,4 @@
-"""How many rows of a rollout take each expert, which is the load of the ranks.
+"""How many rows of a rollout take each expert: the load of the ranks that own the experts.
 
 Shape suffixes (docs/glossary.md): K, L, T.
 """
@@ -17,7 +17,7 @@ def expert_load(store: RolloutStore, rollout: int) -> np.ndarray:
     """How many recorded rows of a rollout take each expert, int64 `[L, E]`.
 
     Raises:
-        StoreError: as `RolloutStore.routes`, or an id is out of range.
+        StoreError: the shard is damaged or was changed, or an id is out of range.
     """
     layers = range(len(store.info.moe_layers))
     ids_LTK, recorded_T = store.routes(store.row_ids(rollout), layers)

@@ -34,14 +34,14 @@ News = tuple[Index | None, str]
 
 
 class Arrivals(Protocol):
-    """A source of new shards: this process lists the directory, or another process tells it."""
+    """A source of new shards: this process lists the directory, or hears from one that does."""
 
     def news(self) -> News:
         """The shards that have come since the last call, in order.
 
         Raises:
             StoreError: a shard is damaged, does not belong to the others, or is refused; or the
-                process that lists the directory has ended.
+                process that lists the directory does not answer.
         """
 
 
@@ -53,7 +53,8 @@ class Lookout:
             missing.
         mixed_policies: as of RolloutStore.
         check: called with every new shard; raises a ValueError for one that it refuses.
-        late_s: how long to wait for a file whose name is listed but which cannot be opened yet.
+        late_s: how long to wait for a file whose name is listed but which cannot be opened yet, at
+            most `LATE_S`.
 
     Attributes:
         shards: the shards taken so far, in the order of their numbers.
@@ -76,7 +77,7 @@ class Lookout:
         """The shards that have come since the last call, in order.
 
         A call that meets a wrong shard returns the new shards before it. If there are none, it
-        raises, and so does each later call.
+        raises.
 
         Raises:
             StoreError: as in Arrivals.

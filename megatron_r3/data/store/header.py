@@ -61,7 +61,7 @@ _KEPT_TYPES = {**KEPT, KEPT_SUMS: "U32"}
 
 MOST_HEADER_BYTES = 1 << 26
 _BODY = ("format", "version", "number", "recorded_rows", "info", "crc32")
-_infos: dict[str, StoreInfo] = {}  # checked infos, by the text that the headers have for them
+_infos: dict[str, StoreInfo] = {}  # checked infos, by the repr of their objects in the headers
 _MOST_INFOS = 1000  # kept in `_infos`: one for each policy of a long training
 
 
@@ -300,7 +300,8 @@ def _check_shapes(entries: Mapping[str, Entry], info: StoreInfo, where: str) -> 
     """Refuse tensors whose types or shapes do not fit each other.
 
     M rollouts with N tokens in all have N - M rows, because the last token of each rollout has no
-    row. So the shapes of `num_tokens`, `tokens` and the sums determine those of all tensors.
+    row. So the shapes of `num_tokens`, `tokens` and the sums determine all others, except how many
+    pairs and kept ids there are.
     """
     for name in ("num_tokens", "tokens", *PAIRS, *(n for n in KEPT if n in entries)):
         if len(entries[name].shape) != 1:

@@ -207,7 +207,7 @@ class Index(Sequence[Shard]):
 
 
 def numbered(*keys: np.ndarray) -> np.ndarray:
-    """Number tuples of keys in ascending order, equal tuples with the same number: int64 `[M]`.
+    """The place of each tuple of keys among the different tuples, ascending: int64 `[M]`.
 
     Example: the keys `3 1 3` and `0 5 0` are the tuples (3, 0) (1, 5) (3, 0), and get `1 0 1`.
     """

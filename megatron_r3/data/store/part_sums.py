@@ -1,6 +1,6 @@
 """The checksums of a shard's tensors and of parts of its rollouts, compared with what is read.
 
-A rank may read only some tokens of a rollout; with context parallelism it never reads all. So each
+A rank may read only some tokens of a rollout, as it does with context parallelism. So each
 64 tokens of a rollout are a part, and a part has a checksum (its sum) for each layer of `routes`
 and for each tensor with a value for each token. The sums are tables in the file, a line for each
 layer or tensor; whoever reads some parts of some layers reads only their sums. Example: rollouts of

@@ -114,7 +114,7 @@ class RolloutStore:
         """Check every byte, value and expert id; one process of a node is enough.
 
         Raises:
-            ValueError: naming file, rollout, layer and token.
+            ValueError: naming the file, and rollout, layer and token where there is one.
         """
         for shard in self.shards:
             verify_shard(shard)

@@ -87,7 +87,9 @@ class SamplingSettings:
 
 @dataclass(frozen=True)
 class StoreInfo(MoEShape):
-    """What every rollout of a store shares; each shard carries it and all must agree.
+    """What every rollout of a store shares; each shard carries it.
+
+    All shards must agree; where policies are mixed, `policy` may differ.
 
     The fields of `MoEShape` come first; `of_model` takes them from the shape of the sampler.
 

@@ -268,7 +268,7 @@ class Shard:
         for rollout in np.flatnonzero(np.isnan(advantage_M))[:1]:
             raise StoreError(
                 f"{self.path}: rollout {rollout} has no advantage: give every rollout of "
-                "the store one, or work advantages out of the rewards"
+                "the store one, or leave out --rollouts-advantages stored"
             )
         return advantage_M
 

@@ -54,8 +54,8 @@ def write_shard(directory: Path, info: StoreInfo, rollouts: Sequence[Rollout]) -
 
     Raises:
         StoreError: a rollout whose shapes do not belong together or do not fit `info`, or one with
-            values that no rollout has; two rollouts of one name; a directory that lost a shard; a
-            file system without link().
+            values that no rollout has; two of these rollouts with one name; a directory that lost a
+            shard; a file system without link().
     """
     info.check(str(directory))
     _check_rollouts(str(directory), info, rollouts)

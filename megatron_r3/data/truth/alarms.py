@@ -1,7 +1,8 @@
 """Alarms that need only shares of mismatch: rows of some kind differ more than their limit.
 
 Training knows only these shares; `unwritten.py` and `misplaced.py` find more, but need the routes.
-False alarms are soon ignored, so each share is compared with the limit of `limit.py`.
+Users soon ignore alarms that are often false, so each share is compared with the limit of
+`limit.py`.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def _prompts(found: Tables, floor: Tables) -> Alarm | None:
 
 
 def _versions(found: Tables, model: str) -> Alarm | None:
-    """The alarm that the newest policy version differs most: normally older versions do."""
+    """The alarm that the newest policy version differs more than an older one: normally less."""
     if not found.versions:
         return None
     newest = max(found.versions)

@@ -18,7 +18,7 @@ NO_TURN = -1
 
 @dataclass(frozen=True, eq=False)
 class Compared:
-    """A rollout and the live routes of its tokens, under the weights that sampled it.
+    """A rollout and the live routes of its tokens.
 
     Row t has the routes of token t. It counts for the turn and policy version of token t + 1, since
     one forward pass makes row t and draws token t + 1. If token t + 1 was not sampled, row t is a
@@ -49,8 +49,8 @@ class Compared:
                 )
         if self.logprobs_T is not None and self.logprobs_T.shape != wanted[1:2]:
             raise ValueError(
-                f"{self.name}: {self.logprobs_T.shape} log-probs; a row predicts one token, so "
-                f"there are {wanted[1]}"
+                f"{self.name}: log-probs of shape {self.logprobs_T.shape}; expected {wanted[1:2]}, "
+                "one for each row"
             )
 
     @property

@@ -49,9 +49,9 @@ class Tables:
         positions, turns: by bin (`position_name`, `turn_name`).
         versions: by policy version.
         rollouts: by the number of the rollout; empty in training, which sums over rollouts.
-        prompts, responses: rows that predict a token which nobody sampled, and sampled tokens.
+        prompts, responses: rows that predict a token which nobody sampled, and all other rows.
         tokens: rows that differ in at least one layer.
-        abs_dlogp: mean difference of the log-probs of sampled tokens; None where it is not known.
+        abs_dlogp: mean |difference| of the log-probs of sampled tokens; None where it is unknown.
     """
 
     layers: dict[int, Share] = field(default_factory=dict)

@@ -1,7 +1,6 @@
 """Rows that belong to something else: another token, or older weights.
 
-Each function looks for one fault, in rows that disagree with the live routes. docs/truth.md has a
-table of the faults.
+docs/truth.md lists the faults.
 
 Shape suffixes (docs/glossary.md): K, L, T.
 """
@@ -88,7 +87,7 @@ def _best_shift(compared: Sequence[Compared], here: Sequence[np.ndarray]) -> str
 
 
 def older_weights(compared: Sequence[Compared]) -> Finding | None:
-    """Rows that the weights before the last update made: of the prompts, or of all tokens."""
+    """Rows that the weights before the last update made: those of the prompts, others, or all."""
     if any(one.before_LTK is None for one in compared):
         return None
 

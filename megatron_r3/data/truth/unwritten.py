@@ -38,7 +38,7 @@ def not_captured(compared: Sequence[Compared]) -> Finding | None:
         f"{rows} of {num_rows} rows have an expert several times, or are of a layer with zeros "
         f"alone; the first is token {token} of {compared[index].name}: {ids[0]} in its first layer"
     )
-    action = "the engine did not capture them: another backend or version (docs/collect.md)"
+    action = "the engine did not capture them: take another backend or version (docs/collect.md)"
     return Finding(Alarm("zeros", evidence, action), marks)
 
 
@@ -100,8 +100,9 @@ def _least_run(live_keys_T: np.ndarray) -> int:
     """How many rows a run of copies must have, so that it is no accident.
 
     Two rows are equal by accident with a probability p, the sum of the squared shares of the
-    different rows; n rows in a run with p^n. A run has T places and T distances, so n must make T^2
-    p^n less than 1e-6. Example: 1,000 rows of 4 equally frequent kinds: p = 1/4, so n = 20.
+    different rows; all n rows of a run are with p^n. A run has T places and T distances, so n must
+    make T^2 p^n less than 1e-6. Example: 1,000 rows of 4 equally frequent kinds: p = 1/4, so n =
+    20.
     """
     _, counts = np.unique(live_keys_T, return_counts=True)
     rows = len(live_keys_T)
@@ -114,7 +115,8 @@ def _copied_runs(
 ) -> list[tuple[int, int, int]]:
     """First row, end and distance of each run of rows that occurred before in the same order.
 
-    Example: the keys 5 6 7 8 9 6 7 8 have the run (5, 8, 4), since rows 5 to 7 repeat 1 to 3.
+    Runs of less than `LEAST_RUN` rows are left out. Example: the keys 5 6 7 8 9 6 7 8 9 have the
+    run (5, 9, 4), since rows 5 to 8 repeat 1 to 4.
     """
     order = np.argsort(keys_T, kind="stable")
     back_T = np.zeros(len(keys_T), np.int64)  # to the last place of the same row; 0 for none

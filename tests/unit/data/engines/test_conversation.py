@@ -162,7 +162,7 @@ def test_parts_of_different_conversations():
     [
         ({"start": 6}, "start at token 6; expected a start from 0 to 5"),
         ({"start": -1}, "start at token -1"),
-        ({"start": 1}, "8 rows of routes for 9 tokens from token 1 on; expected 7"),
+        ({"start": 1}, "8 rows of routes for 9 tokens; expected 7, from token 1 on"),
         ({"prompt_length": 6}, "4 log-probs for 3 response tokens"),
         ({"logprobs_G": np.array([0, np.inf, 0, 0])}, "token 6 is .*not finite"),
     ],

@@ -199,7 +199,7 @@ def test_one_version_or_names_leave_the_policy_to_the_caller(spans):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"start": 2}, r"weight_versions: the span \['4', 2, 4\] does not begin at token 1"),
+        ({"start": 2}, r"weight_versions: the span \['4', 2, 4\] must begin at token 1"),
         ({"end": 3}, "weight_versions end at token 3 of the response, which has 4"),
         ({"end": 0}, "weight_versions: the span"),
         ({"start": "1"}, "weight_versions: the span"),

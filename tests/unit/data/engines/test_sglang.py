@@ -128,7 +128,7 @@ def test_wrong_routes_are_refused(make, change, message):
     ("row", "layer", "ids", "message"),
     [
         (4, 2, [1, 2, -1, 3], r"outside 0\.\.15 at MoE layer 1, token 4"),
-        (5, 4, [0, 0, 0, 0], "did not capture routes: 1 of 27 rows.* token 5, hidden layer 4"),
+        (5, 4, [0, 0, 0, 0], "did not capture routes: 1 of 27 pairs.* token 5, hidden layer 4"),
         (2, 3, [1, 2, 3, 4], "hidden layer 3, which is dense"),
     ],
 )

@@ -27,8 +27,8 @@ def change(rows: np.ndarray, row: int, layer: int, ids: list[int]) -> np.ndarray
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 WRONG_ROWS = {
-    "20 rows of routes for 22 tokens .*cached prefix": lambda r: r[:-1],
-    "22 rows of routes for 22 tokens .*cut off after they were sampled": lambda r: np.concatenate(
+    "20 rows of routes for 22 tokens; .*cached prefix": lambda r: r[:-1],
+    "22 rows of routes for 22 tokens; .*cut off after they were sampled": lambda r: np.concatenate(
         [r, r[:1]]
     ),
     "0 rows of routes for 22 tokens": lambda r: r[:0],
@@ -38,10 +38,10 @@ WRONG_ROWS = {
     "outside 0..15 at MoE layer 2, token 5": lambda r: change(r, 5, 2, [1, 2, 3, 16]),
     "outside 0..15 at MoE layer 2, token 6": lambda r: change(r, 6, 2, [1, 2, 3, -1]),
     "twice in one row at MoE layer 1, token 20": lambda r: change(r, 20, 1, [1, 2, 2, 3]),
-    "1 of 84 rows are zeros, the first at token 4, hidden layer 3": lambda r: change(
-        r, 4, 3, [0, 0, 0, 0]
+    "1 of 84 pairs of token and layer have zeros, the first at token 4, hidden layer 3": lambda r: (
+        change(r, 4, 3, [0, 0, 0, 0])
     ),
-    "84 of 84 rows are zeros": lambda r: r * 0,
+    "84 of 84 pairs of token and layer have zeros": lambda r: r * 0,
     "got shape": lambda r: r.reshape(-1, 4),
     "ids must be integers; got float32": lambda r: r.astype(np.float32),
     "ids must be integers; got bool": lambda r: r.astype(bool),

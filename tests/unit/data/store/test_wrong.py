@@ -113,5 +113,5 @@ def test_counts_that_wrap_around_are_refused():
     """Four counts of 2**62 are 0 in int64: the sum fits, and numpy wrote 2**62 numbers."""
     counts = np.array([2**62] * 4 + [5])
     assert counts.sum() == 5
-    assert wrong_count(counts, 0, 5) == f"{2**62} of rollout 0; possible are 0 to 5"
+    assert wrong_count(counts, 0, 5) == f"rollout 0 has {2**62}; possible are 0 to 5"
     assert wrong_count(counts[4:], 0, 5) is None

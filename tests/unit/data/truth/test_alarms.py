@@ -341,7 +341,7 @@ def test_other_routes_than_those_of_the_rollout_are_refused(rig: Rig) -> None:
     one = rig.healthy[0]
     with pytest.raises(ValueError, match=r"rollout 0: live routes \(4, 5, 4\), recorded ones"):
         replace(one, live_LTK=one.live_LTK[:, :5])
-    with pytest.raises(ValueError, match=r"rollout 0: .* log-probs"):
+    with pytest.raises(ValueError, match=r"rollout 0: log-probs of shape"):
         replace(one, logprobs_T=np.zeros(3))
     with pytest.raises(ValueError, match="no rollouts"):
         examine([], range(LAYERS))
