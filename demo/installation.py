@@ -18,7 +18,7 @@ BUILD = Path(__file__).parents[1] / "build"
 
 
 class ServerError(ValueError):
-    """An engine could not be installed or started; the message has the path and end of its log."""
+    """An engine could not be installed or started; the message says why."""
 
 
 def is_installed(home: Path, pins: str) -> bool:

@@ -23,7 +23,7 @@ PRETRAIN = """
 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3 --save-interval 1000
 """.split()
 
-# RL recipes turn load balancing off: the rollouts, not the trainer, say which expert a token takes
+# RL recipes turn load balancing off: it would move the trainer's routers away from the sampler's.
 GRPO = """
 --bf16 --micro-batch-size 32 --lr 3e-5
 --calculate-per-token-loss --moe-router-load-balancing-type none

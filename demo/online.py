@@ -207,7 +207,7 @@ def failures(numbers: dict[str, Any], collections: int) -> list[str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the loop; return the status of a command that failed, or 1 if `failures` finds any."""
+    """Run the loop; return the status of a command that failed, or 1 for any other fault."""
     out = args.out.resolve()
     # the starting policy is that of `make demo`, made once for both
     start = Stages(out.parent / "demo", args.megatron.resolve(), "transformers")

@@ -53,7 +53,7 @@ CONFIG = {
 
 
 def policy(config: TransformerConfig) -> GPTModel:
-    """A model with the same weights in each run."""
+    """A model; each call gives it the same weights."""
     torch.manual_seed(3)
     layers = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
     return GPTModel(config, layers, VOCABULARY, SEQUENCE, position_embedding_type="rope")

@@ -48,9 +48,9 @@ def template(
     In the command {model}, {port} and {version}, the name of the policy, are to be filled in.
 
     Args:
-        in_place: whether the server shall take new weights. Such a server starts without a version,
-            and names one only after an update: a server that died and was started again with old
-            weights cannot be taken for an updated one.
+        in_place: whether the server shall take new weights. Such a server starts as SGLang's
+            version "default", and has a number only after an update: a server that died and was
+            started again with old weights cannot be taken for an updated one.
 
     Raises:
         ServerError: SGLang cannot be installed.

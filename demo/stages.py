@@ -1,4 +1,7 @@
-"""The demo's stages. Each makes files from files, and is skipped if its inputs did not change."""
+"""The demo's stages. Each makes files from files.
+
+All but the trainings on rollouts are skipped if their inputs did not change.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ class Stages:
     """The files of the demo, and how they are made.
 
     Args:
-        out: `build/demo`.
+        out: the folder of all these files, such as build/demo.
         megatron: a patched tree.
         sampler: the engine, one of `demo.collect.ENGINES`.
         steps: optimizer steps of the live and of the replayed training, each on all rollouts.
@@ -116,7 +119,7 @@ class _Once:
     """`with _Once(...) as todo`: todo is False if the result exists and was made from these inputs.
 
     The digest of the inputs is written when the block ends without an error. The inputs have the
-    digest of the stage before, so a stage that runs again makes all later ones run again.
+    digest of the stage before, so a stage whose inputs changed makes all later ones run again.
     """
 
     def __init__(self, stamp: Path, stage: str, result: Path, inputs: list[object]) -> None:

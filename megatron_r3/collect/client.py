@@ -45,8 +45,8 @@ class Client:
         concurrency: the largest number of requests at a time.
         timeout: seconds for one request, from connecting to the last byte.
         retries: how often a request is repeated after a connection error, a timeout, 429 or 5xx.
-        pause: seconds before the first repetition. The pause doubles with each repetition, and a
-            random factor from 0.5 to 1.5 keeps many requests from coming back in one moment.
+        pause: seconds before the first repetition. The pause doubles with each repetition, up to
+            30 s, and a random factor from 0.5 to 1.5 keeps requests from coming back together.
 
     Attributes:
         url: the address as messages show it, without a user's name and password.
@@ -84,7 +84,7 @@ class Client:
             most_bytes: a longer answer is refused.
 
         Raises:
-            NoAnswer: all repetitions failed, or the server refused the request for good.
+            NoAnswer: the request cannot be sent, was refused for good, or failed each time.
             EngineError: the answer is too long, or is not JSON.
         """
         return await self._ask("POST", path, body, most_bytes)
@@ -145,10 +145,10 @@ class Client:
 def _address(url: str) -> tuple[str, tuple[str, str] | None]:
     """The address without a user, and the user's name and password.
 
-    No message shows a password. If the address is wrong, the message leaves out all that stands
-    before the last `@`. Example: `http://me:pass#word@host` parses as the host `me` with the port
-    `pass`, so the parser's own message would quote half of the password; ours shows the address as
-    `http://...@host`.
+    No message shows a password. If the address is wrong, the message leaves out all between the
+    `http://` and the last `@`. Example: `http://me:pass#word@host` parses as the host `me` with the
+    port `pass`, so the parser's own message would quote half of the password; ours shows the
+    address as `http://...@host`.
     """
     shown = one_line(re.sub(r"^([a-zA-Z]+://)?.*@", r"\1...@", url, flags=re.DOTALL), 300)
     try:
@@ -200,7 +200,7 @@ def _refusal(status: int, body: bytearray) -> str:
     """The status and the server's reason, in one line.
 
     Servers give the reason as `{"error": {"message": ...}}`, `{"error": ...}`, `{"detail": ...}`,
-    or as plain text or HTML, which is shown as it came.
+    or as plain text or HTML.
     """
     reason: Any = body.decode("utf-8", "replace")
     try:

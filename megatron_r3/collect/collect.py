@@ -3,7 +3,7 @@
 There is one path for every engine. `concurrency` workers take the missing samples in turn; each
 waits for the engine and the reward (`Sampler`), and hands its rollout to the `Shelf`, which writes
 whole groups. After an error or a signal (SIGKILL excepted) the groups that are whole are stored
-too, and the same command samples the rest (resume.py).
+too, unless the plan wants all or nothing, and the same command samples the rest (resume.py).
 
 Shape suffixes (docs/glossary.md): C, N.
 """
@@ -51,14 +51,14 @@ def collect(
         concurrency: how many samples are under way at a time.
         check: called with what the engine says of itself before anything is sampled; raises
             ValueError to refuse the engine. A caller that gives `check` has loaded the weights into
-            the engine, and the store may hold the same weights under another policy version. With
-            None that is an error.
+            the engine, and the store may hold the same weights under another policy version.
+            Without `check` such a store is refused.
 
     Raises:
         CollectError: rollouts are missing at the end, or many prompts in a row gave none.
-        EngineChanged: the engine or its weights changed. Whole groups are stored.
-        RewardError: the reward function failed. Whole groups are stored.
-        Interrupted: SIGINT, SIGTERM or SIGHUP came. Whole groups are stored.
+        EngineChanged: the engine or its weights changed.
+        RewardError: the reward function failed.
+        Interrupted: SIGINT, SIGTERM or SIGHUP came.
         ValueError: engine, store and plan do not fit together (nothing was sampled), or
             `plan.check` refuses a shard.
     """
@@ -115,7 +115,8 @@ async def _work_all(
     Raises:
         CollectError: samples were given up.
         Interrupted: a signal came.
-        ValueError: a reward failed, a shard cannot be written, or the engine changed.
+        ValueError: a reward failed, a shard was refused or cannot be written, or the engine
+            changed.
     """
     shelf.expect(prompt.group for prompt, _ in missing)
     team = _Team(sampler, shelf)
@@ -243,8 +244,8 @@ class _Team:
                 reason = str(error)
             self.shelf.take(prompt.group, rollout)
             if rollout is None:
-                # Not inside the `except`: `_lose` may raise, and an exception raised there would
-                # keep the GivenUp, its frames, and with them a whole response.
+                # Not inside the `except`: an error that `_lose` raised in it would keep the
+                # GivenUp, its frames, and with them a whole response.
                 self._lose(prompt.group, reason)
             else:
                 self.in_a_row.clear()
@@ -285,6 +286,6 @@ class _Team:
             )
         if self.lost:
             raise CollectError(
-                f"{have}: the same command tries the {len(self.lost)} others again; "
+                f"{have}: samples given up: {len(self.lost)}; the same command tries them again; "
                 f"the first failure: {self.lost[0]}"
             )

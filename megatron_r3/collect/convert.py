@@ -70,16 +70,17 @@ def convert_responses(
 
     Args:
         shard_size: rollouts of a shard; a few more keep a group whole.
-        skip_refused: leave out responses that cannot be decoded, or whose request has other
-            sampling settings or another model than the first. Otherwise such a line is an error.
+        skip_refused: leave out responses that cannot be decoded, or whose request has a field that
+            is refused, or other sampling settings or another model than the first line's. Otherwise
+            such a line is an error. A wrong group or reward always is one.
 
     Returns:
         The number of rollouts in the store; the reason for each line that was left out; and notes
         for the user.
 
     Raises:
-        EngineError: a line is no response, cannot be decoded, or has other sampling settings or
-            another model than the first.
+        EngineError: a line is no response, cannot be decoded, or has a wrong group or a request
+            that is refused (`skip_refused`); or there is nothing to store.
         RewardError: a line has no reward, or the reward function failed.
         StoreError: `out` exists already, or cannot be written.
     """
@@ -259,7 +260,7 @@ class _Reader:
 
     def _version(self, choice: Rollout, says: Said, index: int, where: str) -> int:
         """The policy version of one choice: that of its first span, else --policy-version, else
-        what the response reports.
+        what the response reports if that is a whole number, else 0.
 
         Raises:
             EngineError: --policy-version is not the version of the first span.
@@ -319,7 +320,7 @@ class _Reader:
     ) -> float:
         """The reward of one choice: the line's, if the line has one, else the function's.
 
-        A line's `reward` is a number, or a list with a number for each choice.
+        A line's `reward` is a list with a number for each choice; for one choice, also a number.
         """
         given, function = line.get("reward"), self.recording.reward
         if given is None:

@@ -1,4 +1,4 @@
-"""What a collection needs from an engine: its identity, samples, and a check that it is the same.
+"""What a collection needs from an engine: its identity, samples, and whether it has changed.
 
 `collect` has one path for every engine. The engines differ behind the interface `Engine`:
 `server.Server` asks a vLLM or SGLang server over HTTP, and `generate.Transformers` runs the model
@@ -115,12 +115,12 @@ class EnginePolicy:
 
     An engine may report the version of its weights: SGLang in each response and at /model_info,
     vLLM at /weight_info if the server takes new weights, and from 0.32 on in responses. The first
-    version that is reported is kept and stored. Every later response must report the same.
+    version that is reported is kept and stored. A later response may report no other.
 
     Args:
         shelf: writes the shards, whose header holds the version.
-        stored: the engine's version in the store's shards of this policy version; "" if these
-            shards name none. None means that there are no such shards.
+        stored: the version of the engine's weights in the store's shards of this policy version;
+            "" if these shards name none. None means that there are no such shards.
     """
 
     def __init__(self, shelf: Shelf, stored: str | None) -> None:
@@ -140,7 +140,8 @@ class EnginePolicy:
             where: the name of the response in errors.
 
         Raises:
-            EngineChanged: naming the version of the response and the one before.
+            EngineChanged: the response names another version than before, or none where the store
+                has one and the engine named none at the start.
         """
         if not reported and self._responses_must_say:
             raise EngineChanged(

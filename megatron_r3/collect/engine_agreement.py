@@ -177,7 +177,7 @@ def _version_of(store: RolloutStore, model: Path) -> tuple[int, str]:
 
 
 def _chosen(store: RolloutStore, num_rollouts: int, version: int) -> list[int]:
-    """Rollouts spread over the store: at least half are of this version, and none are newer.
+    """Rollouts spread over the store: none newer than `version`, at most `num_rollouts // 2` older.
 
     The alarms are about this version, whose weights the model should have.
     """
@@ -196,7 +196,7 @@ def keep_floor(path: Path, info: StoreInfo, agreement: Agreement, report: Report
     """Write what was measured as the floor of later collections.
 
     Returns:
-        Whether a floor was written. None is written if there is a floor, an alarm, or few rows.
+        Whether a floor was written: not if there is one already, an alarm, or too few rows.
 
     Raises:
         FloorError: `path` cannot be written.
@@ -259,7 +259,7 @@ def _load(model: Path) -> Any:
         from transformers import AutoModelForCausalLM
     except ImportError as error:
         raise EngineError(
-            f"inspect --model needs transformers: pip install 'transformers>=5' ({error})"
+            f"comparing routes needs transformers: pip install 'transformers>=5' ({error})"
         ) from error
     try:
         return AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval()

@@ -40,7 +40,7 @@ except ImportError as missing:  # an optional dependency: the other engines do n
         f"--engine transformers needs transformers: pip install 'transformers>=5' ({missing})"
     ) from missing
 
-# A batch begins when no request has come for this long. After a batch its workers send their next
+# A batch begins when no request has come for this long. After a batch the workers send their next
 # requests one by one, as rewards are computed: without the wait the first request would run alone.
 _GATHER_S = 0.01
 # How long `close` waits for the token that is being computed. A process that ends while another
@@ -75,8 +75,8 @@ class Transformers:
         model: the transformers model, on `device`.
 
     Raises:
-        EngineError: transformers cannot load the model, or the model has routers in other layers
-            than `shape`.
+        EngineError: transformers cannot load the model or its tokenizer, or the model has routers
+            in other layers than `shape`.
     """
 
     name = "transformers"
@@ -182,7 +182,7 @@ class Transformers:
     def answers(self, batch: list[SampleRequest]) -> list[Answer]:
         """Continue prompts of one length, all at once; `_run_batches` calls this in a thread.
 
-        The same batch has the same answers, bit for bit, on the same machine.
+        With seeds, the same batch has the same answers, bit for bit, on the same machine.
 
         Raises:
             EngineError: the model computed what no rollout can hold, for example NaN.
@@ -305,6 +305,8 @@ def _draws(batch: list[SampleRequest], sampling: Sampling) -> Tensor:
 
 def _processed(logits: Tensor, sampling: Sampling) -> Tensor:
     """The logits to sample from: divided by the temperature, -inf where top-k or top-p cut.
+
+    At temperature 0 they are the given ones, because the likeliest token is taken (`_choose`).
 
     Args:
         logits: float32, one row of the vocabulary for each sequence.

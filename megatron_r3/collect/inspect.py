@@ -88,7 +88,10 @@ def _source(store: RolloutStore) -> dict[str, Any]:
 
 
 def _prompts(store: RolloutStore) -> dict[str, Any]:
-    """The number of prompts, of rollouts for each, and of prompts whose rewards are all equal."""
+    """The number of prompts, of rollouts for each, and of prompts whose rewards are all equal.
+
+    A prompt counts once for each policy version that sampled it.
+    """
     reward_M = store.column("reward")
     _, group_M, counts = np.unique(store.groups(), return_inverse=True, return_counts=True)
     least, most = np.full(len(counts), np.inf), np.full(len(counts), -np.inf)
@@ -178,7 +181,7 @@ def _layer(hidden: int | None, counts_E: np.ndarray, repeated: float) -> dict[st
 
     Args:
         hidden: the hidden layer; None for the sum of all layers.
-        repeated: the share of rows that have the same experts as the row before.
+        repeated: the `repeated_rows` of `_routes`.
     """
     mean = counts_E.mean()
     return {
@@ -194,8 +197,9 @@ def _layer(hidden: int | None, counts_E: np.ndarray, repeated: float) -> dict[st
 def _routes(store: RolloutStore) -> dict[str, Any]:
     """The share of missing rows, and how the recorded rows spread over the experts.
 
-    `repeated_rows` is the share of rows with the same experts as the row before: for a layer in
-    that layer, for the store in all layers at once, which is rare unless a buffer is stale.
+    `repeated_rows` is, of the rows after a recorded row, the share with the same ids as that row. A
+    layer's counts rows that repeat in this layer. The store's counts rows that repeat in all layers
+    at once, which is rare unless a buffer is stale.
     """
     shape = len(store.info.moe_layers), store.info.num_experts
     counts_LE, repeated_L = np.zeros(shape, np.int64), np.zeros(shape[0], np.int64)
@@ -224,7 +228,7 @@ def _routes(store: RolloutStore) -> dict[str, Any]:
 def _chunks(store: RolloutStore) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """Of some rollouts at a time: ids, recorded bits, and whether a row is not its rollout's first.
 
-    Example: for rollouts of 3 and 2 rows the last is [no, yes, yes, no, yes].
+    Example: for rollouts of 3 and 2 rows the third is [no, yes, yes, no, yes].
     """
     layers = range(len(store.info.moe_layers))
     batch: list[np.ndarray] = []

@@ -1,7 +1,7 @@
 """Write a store as a parquet table, a row for each rollout, and read rewards from such a table.
 
-The table has everything but the routes. Rewards and advantages alone are read back: rollouts are
-scored again elsewhere, and a new store gets the old rollouts with the new numbers.
+The table has all of a rollout but its routes. Rewards and advantages alone are read back: rollouts
+are scored again elsewhere, and a new store gets the old rollouts with the new numbers.
 
 Shape suffixes (docs/glossary.md): C, N, V.
 """

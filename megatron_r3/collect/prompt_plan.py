@@ -30,7 +30,7 @@ _NOBODY_SAYS = {
 
 
 class BiasedSampling(ValueError):
-    """An engine's log-probs are of another distribution than the sampled one."""
+    """An engine's log-probs may be of another distribution than the sampled one, or say nothing."""
 
 
 @dataclass(frozen=True)
@@ -70,13 +70,15 @@ class Sampling:
         """The seed of one sample, of 31 bits. It does not depend on what was sampled before."""
         if self.seed is None:
             return None
-        # A digest, so that no two samples have neighbouring seeds, which some generators mix badly.
+        # A digest, because some generators mix neighbouring seeds badly.
         name = f"{self.seed} {policy_version} {group} {sample}".encode()
         return digest_number(name, 31)
 
 
 def sampling_for(engine: str, sampling: Sampling, biased: bool = False) -> Sampling:
     """The sampling, with `logprobs_of` set to what this engine can return.
+
+    Settings that change no distribution (temperature 1, no cut) are returned as they are.
 
     Args:
         engine: "vllm", "sglang", "megatron" or "transformers".
@@ -193,7 +195,7 @@ def read_model(path: Path, **shape: Any) -> Model:
         return replace(model, router_fingerprint=routers, policy_stamp=policy_stamp(path))
     except ValueError as error:
         raise EngineError(
-            f"{error}; to store no router fingerprint, give --model {path / 'config.json'}"
+            f"{error}; to store no digests of the weights, give --model {path / 'config.json'}"
         ) from error
 
 

@@ -111,7 +111,8 @@ def read_prompts(path: Path) -> list[Prompt]:
     number, from 0 on.
 
     Raises:
-        PromptError: a line is no prompt, or two lines have one group.
+        PromptError: the file is not readable or empty, a line is no prompt, or two lines have the
+            same group.
     """
     prompts: dict[int, Prompt] = {}
     try:
@@ -141,7 +142,7 @@ def _prompt(line: bytes, number: int, where: str) -> Prompt:
     except ValueError as error:
         raise PromptError(str(error)) from error
     if not isinstance(fields, dict) or ("prompt" in fields) == ("messages" in fields):
-        raise PromptError(f"{where}: expected an object with `prompt` or `messages`")
+        raise PromptError(f"{where}: expected an object with either `prompt` or `messages`")
     content = fields["prompt"] if "prompt" in fields else fields["messages"]
     if "prompt" in fields:
         if not isinstance(content, str) and not _all_ids(content):
@@ -174,7 +175,9 @@ def _group(fields: Mapping[str, Any], number: int, where: str) -> int:
     if name == "id" and isinstance(value, str):
         return digest_number(value.encode(errors="surrogatepass"), _BITS)
     if type(value) is not int or not -(2**63) <= value < 2**63:
+        kinds = "a text or a" if name == "id" else "a"
         raise PromptError(
-            f"{where}: `{name}` must be a whole number of 64 bits; got {one_line(repr(value), 80)}"
+            f"{where}: `{name}` must be {kinds} whole number of 64 bits; "
+            f"got {one_line(repr(value), 80)}"
         )
     return value

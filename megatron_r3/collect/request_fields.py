@@ -2,10 +2,10 @@
 
 The policy loss divides two probabilities of one distribution, so a store must say how its tokens
 were drawn. An unknown field may change how tokens are drawn without a trace: a repetition penalty
-of 1.3 shows in no log-prob that vLLM sends. So `convert` and the embedded sampler refuse a field
-that none of the three lists below names, and `collect` sends no other fields.
+of 1.3 shows in none of vLLM's raw log-probs. So `convert` and the embedded sampler refuse a field
+that `_RECORDED`, `PLAIN` and `_FREE` do not name, and `collect` sends no such field.
 
-The lists have all fields of vLLM 0.30.0 (/v1/completions, /v1/chat/completions and
+The three have all fields of vLLM 0.30.0 (/v1/completions, /v1/chat/completions and
 /inference/v1/generate) and of SGLang 0.5.23 (/generate and /v1/...); a test goes through
 all of these. Megatron's server adds one field, `return_tokenized_data`.
 """
@@ -88,7 +88,7 @@ _FREE = {
     *("return_spec_tokens_details", "return_input_ids_in_sglext", "return_output_ids_in_sglext"),
     *("return_tokenized_data", "separate_reasoning", "stream_reasoning"),
     # These say how the request is served. vLLM's `watermarking` turns the server's watermark on or
-    # off. It is not refused: a request without the field does not show either if there is one.
+    # off. Refusing it is no use: a request without it does not show whether there is a watermark.
     *("request_id", "rid", "session_id", "user", "metadata", "store", "service_tier", "priority"),
     *("cache_salt", "extra_key", "kv_transfer_params", "ec_transfer_params", "kv_hints"),
     *("skip_clone", "skip_reading_prefix_cache", "watermarking", "background", "no_logs"),
@@ -151,8 +151,8 @@ def _number(
 ) -> float | None:
     """A number of a request; None if the request does not have it.
 
-    vLLM has the number at the top level. SGLang has it in `sampling_params`, which is a list if the
-    request has several prompts; then all prompts must have the same number.
+    It stands at the top level or in `sampling_params`, of which SGLang takes a list if the request
+    has several prompts; then all prompts must have the same number.
     """
     nested = request.get("sampling_params")
     holders = nested if isinstance(nested, list) else [nested]
@@ -215,7 +215,7 @@ def refuse_defaults(
 def _changes_nothing(name: str, value: Any) -> bool:
     if name in _RECORDED or name in _FREE or value in PLAIN.get(name, ()):
         return True
-    # With an "auto" choice, vLLM and SGLang force a call into a tool's schema only if it is strict.
+    # With an "auto" choice, vLLM and SGLang force calls into the schema of a `strict` tool alone.
     return name == "tools" and isinstance(value, list) and not any(map(_is_strict, value))
 
 

@@ -1,4 +1,4 @@
-"""A request for one sample, the largest answer to it, and the refusal without kept sets."""
+"""A request for one sample, the most bytes of an answer, and a check that it has kept sets."""
 
 from __future__ import annotations
 

@@ -85,9 +85,9 @@ def _unwritable(directory: Path, error: OSError) -> StoreError:
 def _lock(directory: Path) -> int:
     """Take the lock and return its open file. The kernel frees it however this process ends.
 
-    The last writer removes the lock file, so having the lock of an open file is not enough: the
-    file may have no name any more. Example: A has the lock; B opens the file and waits; A removes
-    the file and ends; B gets the lock of the removed file while C makes a new file and locks that.
+    A writer removes the lock file at its end, so having the lock of an open file is not enough: the
+    file may have no name any more. Example: A has the lock; B opens the file; A removes the file
+    and ends; B gets the lock of the removed file while C makes a new file and locks that.
     So B compares its open file with the one that has the name now, and tries again if they differ.
     """
     path = directory / LOCK

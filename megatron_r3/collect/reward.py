@@ -32,7 +32,7 @@ class RewardSample:
         prompt_tokens, response_tokens: token ids.
         message: what the model wrote, as the engine returns it: `content`, and what the server's
             parsers took out of it, e.g. `reasoning` and `tool_calls`. Empty if the engine sends no
-            text, for lack of a tokenizer.
+            text, for example for lack of a tokenizer.
         finish_reason: why the response ended, in the engine's words: "stop", "length".
         group, sample: which sample of which prompt.
     """

@@ -345,11 +345,11 @@ _COLLECT: tuple[Any, ...] = (
     _SHARD_SIZE,
     ("--max-tokens", "the largest number of tokens of a response (default: 1024)",
      {"type": number(int, 1), "default": 1024}),
-    ("--temperature", "divide the logits by this; a server also needs --top-k (default: 1)",
+    ("--temperature", "divide the logits by this; at a server only with --top-k (default: 1)",
      {"type": number(float, 0), "default": 1.0}),
     ("--top-p",
      "sample from the likeliest tokens that together have this probability, and store which they "
-     "were; a server also needs --top-k (default: 1, all tokens)",
+     "were; at a server only with --top-k (default: 1, all tokens)",
      {"type": number(float, 0, 1), "default": 1.0}),
     ("--top-k",
      "sample from so many of the likeliest tokens, and store which they were (default: 0, all)",
@@ -371,7 +371,7 @@ _COLLECT: tuple[Any, ...] = (
      {"type": number(int, 0), "default": 2}),
     ("--biased-sampling",
      "sample with --temperature, --top-p and --top-k, and store the log-probs that the engine "
-     "sends, without kept sets. They need not be those of the distribution that was sampled; "
+     "sends, without kept sets. The log-probs need not be of the distribution that was sampled; "
      "the ratio of the policy loss then compares two distributions, and its gradient is biased",
      {"action": "store_true"}),
 )  # fmt: skip

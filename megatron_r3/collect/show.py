@@ -25,7 +25,7 @@ def add_show(commands: Any) -> None:
     parser.add_argument("store", type=Path, metavar="DIR", help="the rollout store")
     parser.add_argument(
         "rollouts", nargs="*", default=["0"], metavar="ROLLOUT",
-        help="numbers in the store, from 0 on, or SHARD:NUMBER as messages name them (default: 0)",
+        help="numbers in the store or, as SHARD:NUMBER, in a shard, all from 0 on (default: 0)",
     )  # fmt: skip
     parser.add_argument(
         "--model", type=Path, metavar="HF_DIR",

@@ -191,5 +191,5 @@ class BackgroundThread:
                     future.set_result(function(*arguments))
                 except BaseException as error:
                     future.set_exception(error)
-            # Without this the last result would stay in memory until the next call returns.
+            # Without this the last result would stay in memory until the next call comes.
             del future, function, arguments

@@ -145,5 +145,5 @@ def _refuse_other_model(shard: Shard, model: Model) -> None:
     if info.policy_stamp and model.policy_stamp and info.policy_stamp != model.policy_stamp:
         raise StoreError(
             f"{shard.path}: sampled by other weights than {model.name}'s, whose routers are "
-            f"the same: stamp {info.policy_stamp} there, {model.policy_stamp} here"
+            f"the same: the shard's stamp is {info.policy_stamp}, the model's {model.policy_stamp}"
         )

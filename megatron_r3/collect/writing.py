@@ -72,7 +72,7 @@ class Shelf:
         """Take a sample of a group: its rollout, or None if the sample was given up.
 
         Raises:
-            StoreError: the shard cannot be written.
+            StoreError, ValueError: what `store` raises.
         """
         parts = self._parts[group]
         self._left[group] -= 1
@@ -90,8 +90,8 @@ class Shelf:
     def store(self, least: int = 1) -> None:
         """Write the rollouts of whole groups as one shard, if there are at least `least` of them.
 
-        This is synchronous on purpose: an `await` here would be a place where a cancelled task
-        leaves a shard half-written.
+        This is synchronous on purpose: a task that is cancelled at an `await` in here would lose
+        the rollouts.
 
         Raises:
             StoreError: the shard cannot be written.
@@ -177,7 +177,7 @@ def keep_freed_memory() -> None:
     Why: glibc serves an array of 128 kB or more by `mmap` and gives its pages back when the array
     is freed. The kernel clears every page before it lends it again. Example: a shard whose routes
     are 100 MB costs 25,000 page faults each time; in decoding and storing routes that was a fifth
-    of the time. With both thresholds raised the arrays come from the heap and stay there.
+    of the time. With both thresholds raised, arrays below 32 MB come from the heap and stay there.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

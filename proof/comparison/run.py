@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     machine, began = machine_at_start(), time.monotonic()
     out, megatron = args.out.resolve(), args.megatron.resolve()
-    # Results of other code, or of another starting policy, are not put beside those of this one.
+    # Results of other code, or of another starting policy, lie in another folder.
     folder = out / digest_of(f"{args.learn} {args.sharpen} {args.collections}")
     try:
         with signals_raise():

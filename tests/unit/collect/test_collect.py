@@ -123,7 +123,10 @@ def test_refused_responses_are_asked_for_again_and_never_stored(folder, capsys, 
         assert collect(server.url, 2) == 1
         assert sorted(server.asked.values()) == [1] * 6 + [3] * 4
     error = capsys.readouterr().err
-    assert "store has 8 of 10 rollouts: the same command tries the 2 others again" in error
+    assert (
+        "store has 8 of 10 rollouts: samples given up: 2; the same command tries them again"
+        in error
+    )
     assert error.count("not stored: ") == 2
     assert "prompts.jsonl, line 3, sample 0" in error
     assert "prompts.jsonl, line 3, sample 1" in error

@@ -199,7 +199,9 @@ def test_a_model_that_fails_is_given_up(folder, capsys):
     assert main(command(2)) == 1
     error = capsys.readouterr().err
     assert "not stored: prompts.jsonl, line 1, sample 0: transformers failed: " in error
-    assert "store has 0 of 6 rollouts: the same command tries the 6 others again" in error
+    assert (
+        "store has 0 of 6 rollouts: samples given up: 6; the same command tries them again" in error
+    )
     assert "Traceback" not in error
     assert not Path("store").exists()
 

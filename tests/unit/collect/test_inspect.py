@@ -270,7 +270,7 @@ def test_other_router_weights_are_refused(store, model, capsys):
     error = refused(capsys, store, "--model", model)
     assert "in 1 of 3 MoE layers, the first is hidden layer 2" in error
     save_torch({"x": torch.zeros(1)}, model / "model.safetensors")
-    assert "to store no router fingerprint" in refused(capsys, store, "--model", model)
+    assert "to store no digests of the weights" in refused(capsys, store, "--model", model)
 
 
 def test_other_weights_are_refused_where_the_routers_are_the_same(tmp_path, model, capsys):
@@ -283,7 +283,8 @@ def test_other_weights_are_refused_where_the_routers_are_the_same(tmp_path, mode
     assert "model's shape and weights" in capsys.readouterr().out
     write_shard(tmp_path / "other", replace(info, policy_stamp="0" * 16), ROLLOUTS)
     error = refused(capsys, tmp_path / "other", "--model", model)
-    assert "sampled by other weights than model's, whose routers are the same: stamp 000" in error
+    assert "sampled by other weights than model's, whose routers are the same: the shard's" in error
+    assert "stamp is 000" in error
 
 
 def policies(folder, seeds):
