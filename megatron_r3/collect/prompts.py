@@ -175,9 +175,9 @@ def _group(fields: Mapping[str, Any], number: int, where: str) -> int:
     if name == "id" and isinstance(value, str):
         return digest_number(value.encode(errors="surrogatepass"), _BITS)
     if type(value) is not int or not -(2**63) <= value < 2**63:
-        kinds = "a text or a" if name == "id" else "a"
+        or_text = " or a text" if name == "id" else ""
         raise PromptError(
-            f"{where}: `{name}` must be {kinds} whole number of 64 bits; "
+            f"{where}: `{name}` must be a whole number of 64 bits{or_text}; "
             f"got {one_line(repr(value), 80)}"
         )
     return value
