@@ -138,7 +138,7 @@ def _named(tree: KnownTree) -> str:
 
 
 def _size(docker: str, tag: str) -> int:
-    """The size of an image in MB; 0 if the engine does not have the image."""
+    """The size of an image in MB; 0 if Docker does not have the image."""
     inspect = [docker, "image", "inspect", "--format", "{{.Size}}", tag]
     printed = subprocess.run(inspect, capture_output=True, check=False, text=True).stdout
     return round(int(printed or 0) / 1e6)
@@ -189,7 +189,7 @@ def _series_tree(line: Line) -> str:
 
 
 def _printed(command: list[str]) -> str:
-    """What a command prints; "" if it fails without a word."""
+    """What a command prints to stdout."""
     done = subprocess.run(command, capture_output=True, check=False, text=True, env=_ENVIRONMENT)
     return done.stdout.strip()
 

@@ -70,8 +70,8 @@ class BatchServer(Server):
                 for response, body, (_, _, where, _) in zip(responses, bodies, waiting, strict=True)
             ]
         except EngineError as error:
-            # A sample that fails with an EngineError is asked for again, and would wait for ever
-            # for the others of its batch. A sample that fails with NoAnswer is not asked for again.
+            # NoAnswer, since no plan asks again after it. A sample that is asked for again after an
+            # EngineError would wait for ever for the others of its batch.
             for _, _, _, future in waiting:
                 if not future.done():
                     future.set_exception(NoAnswer(str(error)))

@@ -69,7 +69,7 @@ def told(config: Config) -> list[str]:
     for event in config.directory.read_events("collector"):
         if event.get("event") == "collected":
             number = int(event["collection"])
-            # a collector that was killed before this event writes it later, without `seconds`
+            # no `seconds` if the collector was killed before it wrote the event, and restarted
             took = f" in {event['seconds']:.1f} s" if "seconds" in event else ""
             last[number] = (
                 f"collection {number}: policy {event['version']}, reward {event['reward']:.4f}, "

@@ -46,7 +46,7 @@ class Collector:
     """Samples the collections of a run, one after the other.
 
     Raises:
-        ValueError: the config names prompts, a reward or a model that cannot be used.
+        ValueError: the config's prompts, reward, model or sampling cannot be used.
     """
 
     def __init__(self, config: Config) -> None:
@@ -71,8 +71,8 @@ class Collector:
             raise ConfigError(
                 f"{config.path(config.prompts.file)}: {len(self.prompts)} prompts; with lag "
                 f"{config.run.lag} policy 0 samples {config.run.lag + 1} collections of "
-                f"{config.prompts.per_collection}, which must be different prompts: {needed} "
-                "or more"
+                f"{config.prompts.per_collection} prompts, all of them different: give {needed} or "
+                "more, or lower [run] lag"
             )
         if len(self.prompts) < config.prompts.per_collection:
             raise ConfigError(
@@ -121,7 +121,7 @@ class Collector:
                 self._sample(number, policy, self._pushed.served)
                 return
             except LoadError:
-                raise  # the sampler did answer, and a second try would change nothing
+                raise  # a second try would not help
             except (CollectError, EngineChanged, EngineError) as error:
                 self._pushed = None
                 self.directory.note(PART, "failed", collection=number, reason=str(error))
@@ -133,7 +133,7 @@ class Collector:
         policy.check_files()
         config = self.config.sampler
         client, floor, wait = self._client(), self._floor(), self.config.run.wait
-        # Loading weights may take long, and the request must not be sent twice.
+        # Loading weights may take long, and must not be asked for again meanwhile.
         patient = Client(config.url, 1, wait, 0, _RETRY_PAUSE_S)
         loader = Loader(config.engine, patient, config.in_place, config.push, wait_s=wait)
         pusher = Pusher(loader, client, self.shape, floor)
@@ -157,7 +157,7 @@ class Collector:
         return push
 
     def _before(self, version: int) -> Probe | None:
-        """The probe of the last pushed policy of another version; None if its files are gone."""
+        """The probe of the last verified policy of another version; None if it is not there."""
         pushed = [
             int(event["version"])
             for event in self.directory.read_events(PART)
@@ -191,7 +191,7 @@ class Collector:
         )
 
     def _floor(self) -> PushFloor:
-        """The floor from all pushes of this run, also those before the collector was restarted."""
+        """The floor from the run's verified pushes, also those before the collector's restart."""
         floor = PushFloor()
         for event in self.directory.read_events(PART):
             if event.get("event") == "compared" or (
@@ -269,12 +269,12 @@ def _refuse_other(served: str, identity: Identity) -> None:
         served: the policy that the server reported when the push was verified.
 
     Raises:
-        EngineChanged: the server reports another policy: it was started anew.
+        EngineChanged: the server reports another policy; most likely it was started anew.
     """
     if served not in (identity.policy, identity.model):
         raise EngineChanged(
             f"the sampler had policy {served} and now has {identity.policy!r}, model "
-            f"{identity.model!r}: it was started anew"
+            f"{identity.model!r}: was it started anew?"
         )
 
 

@@ -36,7 +36,7 @@ _PATCHED = "megatron/training/training.py"
 
 
 class ConfigError(ValueError):
-    """A config that cannot be used; the message names the file and the field."""
+    """A config that cannot be used; the message names the file, and the field if one is wrong."""
 
 
 class Config(Table):
@@ -91,7 +91,7 @@ def parse_config(file: Path) -> Config:
     """Read a config, without checking the files that it names.
 
     Raises:
-        ConfigError: naming the field, and what was expected.
+        ConfigError: the file cannot be read, or is not TOML, or a field is wrong.
     """
     try:
         tables = tomllib.loads(file.read_text(encoding="utf-8"))
@@ -114,7 +114,7 @@ def read_config(file: Path, host: str | None = None) -> Config:
         host: replaces [sampler] host; None keeps the config's.
 
     Raises:
-        ConfigError: naming the field, what was expected, and what to do.
+        ConfigError: as `parse_config`; or a folder is missing, or fields exclude each other.
     """
     config = parse_config(file)
     if host is not None:
@@ -190,10 +190,10 @@ def _refused(config: Config) -> list[tuple[bool, str]]:
     """For each rule between fields: whether the config breaks the rule, and the error's text."""
     sampler, samples = config.sampler, config.prompts.samples
     embedded = sampler.engine == "embedded"
-    # A trainer that resumes from a checkpoint trains again on rollouts of older policies, and
-    # compares the policies that it publishes again with their files. Example: lag 4, checkpoints
-    # after 20 and 40 collections, killed when policy 40 was published. The trainer resumes with
-    # collection 20, which policy 16 sampled: policies 16 to 40 are needed, which are 25.
+    # A trainer that resumes reads the routers of the policies that sampled its rollouts, and
+    # compares the policies that it publishes again with their files. Example: 40 collections, lag
+    # 4, a checkpoint every 20. Killed between policy 40 and its checkpoint, the trainer resumes
+    # with collection 20, which policy 16 sampled: policies 16 to 40 are needed, which are 25.
     fewest = config.run.lag + 1 + config.trainer.checkpoint_every
     return [
         (

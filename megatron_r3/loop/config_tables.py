@@ -75,8 +75,8 @@ class SamplerTable(Table):
             stored; 0 examines none.
         max_tokens, temperature, top_p, top_k: as the options of `rollouts collect`.
         shard_size: rollouts of a shard. 0 stores a collection as one shard, whole or not at all.
-        concurrency: how many requests run at a time.
-        timeout: seconds for one request.
+        concurrency: how many requests run at a time; the embedded sampler gets one for all samples.
+        timeout: seconds for one request; a load, and that one for all samples, may take [run] wait.
     """
 
     engine: Literal["embedded", "sglang", "vllm"] = "embedded"
@@ -150,8 +150,8 @@ class Degrading(Table):
 
     Attributes:
         router_noise: the standard deviation of the gaussian noise on every router logit.
-        fp8: round the weights of linear layers and experts to float8 (e4m3, a scale for each output
-            row), and the inputs of linear layers and of the experts (a scale for each token).
+        fp8: round the weights of experts and of linear layers but routers and output layer to
+            float8 (e4m3, a scale for each output row), and their inputs (a scale for each token).
     """
 
     router_noise: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0

@@ -41,7 +41,7 @@ class Degraded:
                 router.register_forward_pre_hook(self._noise(router))
 
     def begin(self, seed: int | None) -> None:
-        """Begin a batch: seed its noise, so that the batch can be repeated."""
+        """Begin a batch: seed its noise, so that a batch with a seed can be repeated."""
         if seed is None:
             self._generator.seed()
         else:
@@ -71,7 +71,7 @@ class Degraded:
 
 
 def _round_weights(model: nn.Module) -> None:
-    """Round the matrices of linear layers and experts, and have hooks round their inputs."""
+    """Round the matrices that `Degrading.fp8` names, and have hooks round their inputs."""
     routers = {id(router) for router in routers_of(model).values()}
     head = model.get_output_embeddings()  # type: ignore[operator]
     for module in model.modules():
@@ -93,6 +93,6 @@ def _round_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def fp8(values: Tensor) -> Tensor:
-    """Values rounded to float8 e4m3; each row is scaled so that its largest value becomes 448."""
+    """Values rounded to float8 e4m3; each row is scaled so that its largest |value| becomes 448."""
     scale = values.detach().abs().amax(-1, keepdim=True).clamp_min(1e-12).float() / _LARGEST
     return ((values.float() / scale).to(_FP8).float() * scale).to(values.dtype)

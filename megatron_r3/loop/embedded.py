@@ -1,7 +1,7 @@
 """The embedded sampler: transformers behind the few requests of SGLang's server that a loop needs.
 
 The sampler loads new weights from a directory, and runs wherever transformers runs. On one machine
-the same request under the same weights gets the same answer, bit for bit. The pages of its server:
+a request with seeds gets the same answer under the same weights, bit for bit. The server's pages:
 
     GET  /health, /server_info, /model_info
     POST /generate                     {"input_ids": [ids] or [[ids], ...], "sampling_params": ...}
@@ -99,7 +99,7 @@ class EmbeddedSampler:
             ]
             self._engine.sampling = sampling = _sampling(params)
             wants_prompt = body.get("logprob_start_len") == 0
-            # These are requests of a probe, which must show the weights without noise.
+            # Only a probe asks for such answers, which must show the weights without noise.
             self._degraded.is_quiet = wants_prompt or sampling.temperature == 0
             by_length: defaultdict[int, list[int]] = defaultdict(list)
             for index, ids in enumerate(prompts):
@@ -169,7 +169,9 @@ def _prompts(body: Mapping[str, Any], vocab_size: int | None) -> tuple[list[list
     prompts = given if is_batch else [given]
     for number, ids in enumerate(prompts):
         if not isinstance(ids, list) or not ids or any(type(token) is not int for token in ids):
-            raise EngineError(f"prompt {number} of input_ids: expected a list of token ids")
+            raise EngineError(
+                f"prompt {number} of input_ids: expected a list of 1 token id or more"
+            )
         if wrong := wrong_token(np.asarray(ids, np.int64), vocab_size):
             raise EngineError(f"prompt {number} of input_ids: token {wrong[0]} {wrong[1]}")
     return prompts, is_batch
@@ -260,7 +262,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Print no line for each request."""
+        """Print nothing; the base class prints a line for each request."""
 
 
 def server(sampler: EmbeddedSampler, host: str, port: int) -> ThreadingHTTPServer:

@@ -1,6 +1,6 @@
-"""The truth test (docs/truth.md) of a shard before it is stored: wrong rows reach no trainer.
+"""The truth test (docs/truth.md) of some rollouts of each shard, before the shard is stored.
 
-Some rollouts of each shard are compared with transformers under the policy that sampled them. A
+The rollouts are compared with transformers under the policy that sampled them. A
 verified push shows that the sampler computes the policy; the truth test shows that each row of
 routes which the sampler returns belongs to its token.
 """
@@ -20,7 +20,7 @@ from megatron_r3.loop.published import PublishedPolicy
 
 
 class RowsError(ValueError):
-    """Rows of routes that are not those of their tokens; the message names the likely cause."""
+    """A shard's truth test has an alarm, or could not be made; the message says why."""
 
 
 def examiner(

@@ -45,7 +45,7 @@ class Loader:
         client: sends the requests.
         in_place: True has the running server load new weights, False waits for a new server.
         command: [sampler] push; empty to load by the server's own requests.
-        wait_s: how long to wait for a server.
+        wait_s: how long to wait for a server, or for the command.
     """
 
     def __init__(
@@ -123,9 +123,10 @@ class Loader:
         """Load a policy into the server, or wait for a server that was started with the policy.
 
         Raises:
-            LoadError: the server refused the policy, or the command failed.
+            LoadError: the server did not load the policy, the command failed, or no server with
+                the policy came up.
             ValueError: there is no such command.
-            EngineError: the server does not answer.
+            EngineError: the server does not answer, or refuses a request.
         """
         if not self.in_place:
             await self._wait_for_restart(policy)
@@ -142,8 +143,8 @@ class Loader:
         """Send SGLang's request to load a directory, which also empties the prefix cache.
 
         SGLang answers a sampling request a moment before its scheduler has finished the request. A
-        load in that moment answers 400 "Weights were updated, but the cache was not flushed". The
-        load is then sent again until the cache is empty; repeating it does no harm.
+        load in that moment is answered by 400 "Weights were updated, but the cache was not
+        flushed". The load is then sent again until the cache is empty; repeating it does no harm.
         """
         body = {
             "model_path": str(policy.path),
@@ -165,7 +166,7 @@ class Loader:
         await self._post("/reset_prefix_cache", {}, policy)
 
     async def _mark(self, policy: PublishedPolicy) -> None:
-        """Have the server report this policy from now on. A restarted server does not."""
+        """Have the server report this policy until it is restarted."""
         body = {"new_version": policy.name}
         if self.engine == "sglang":
             await self._post(

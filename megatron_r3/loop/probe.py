@@ -90,8 +90,8 @@ class Difference:
         agreement: for each MoE layer the share of tokens with the same set of experts; empty if no
             routes are known.
         cached_dlogp: the largest |log-prob difference| of the token that follows a sequence,
-            between a request that computes all anew and one that may use the prefix cache; 0 if
-            the engine has no prefix cache.
+            between a request that computes all anew and one that may use the prefix cache; near
+            0 if the engine has no prefix cache.
         cached_disagreement: the share of routes that differ between these two requests.
         left_out: the share of tokens that follow a token with other experts, and that `abs_dlogp`
             leaves out. None if these are too many: then `abs_dlogp` leaves none out.
@@ -110,8 +110,8 @@ class Difference:
         return 1 - float(np.mean(self.agreement)) if self.agreement else 0.0
 
 
-# At least this share of the tokens must come before the first token of their sequence with other
-# experts. If fewer do, all tokens are compared.
+# If less than this share of the log-probs has no token with other experts before it
+# (`same_so_far`), all log-probs are compared.
 ENOUGH = 0.125
 
 

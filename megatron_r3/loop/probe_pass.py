@@ -34,8 +34,8 @@ class ProbePass:
     Args:
         options: of the training.
         vocab_size: of the sampler, without padding.
-        layers_of: given a model chunk, lets the routers of its MoE layers answer to a micro-batch,
-            and returns the layer numbers.
+        layers_of: given a model chunk, puts hooks into routers that have none, so that they take
+            part in a micro-batch; returns the numbers of the chunk's MoE layers.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ProbePass:
         """The probe under the current weights on rank 0, None on other ranks. All ranks call it."""
         self._logprobs, self._routes = [], []
         size, stages = self.options.micro_batch_size, 1
-        if len(models) > 1:  # the interleaved schedule wants a multiple of the pipeline's stages
+        if len(models) > 1:  # interleaved: micro-batches must be a multiple of the stages
             from megatron.core import mpu
 
             stages = mpu.get_pipeline_model_parallel_world_size()
@@ -93,7 +93,7 @@ class ProbePass:
         rows_T = self._layout.router_order(host["rows"])
         microbatch = None
         if layers:
-            # every token is routed live, and the chosen experts are written into these ids
+            # every token is routed live, and `microbatch.ids` gets the chosen experts
             ids_TK = torch.zeros(len(rows_T), topk, dtype=torch.int16, device="cuda")
             all_T = torch.ones(len(rows_T), dtype=torch.bool, device="cuda")
             ids = dict.fromkeys(layers, ids_TK)

@@ -47,8 +47,8 @@ class Publisher:
     Args:
         options: of publishing.
         training: the options of the training.
-        observe: lets a router without a hook answer to the active micro-batch; called with the
-            router and its layer number.
+        observe: puts a hook into a router, by which it takes part in the active micro-batch; called
+            with the router and its layer number.
     """
 
     def __init__(

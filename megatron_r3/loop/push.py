@@ -150,7 +150,7 @@ class Pusher:
             [abs(a.next_logprob - b.next_logprob) for a, b in zip(kept, fresh, strict=True)]
         )
         # Rounding may choose other experts where scores nearly tie, and then the log-prob differs
-        # too: such sequences do not count, unless all are.
+        # too: such sequences do not count, unless no other is left.
         counted_M = same_M if same_M.any() else np.ones_like(same_M)
         return sampler, replace(
             difference(policy.probe, sampler),

@@ -44,9 +44,8 @@ class PushFloor:
     def dlogp_limit(self, push: Difference) -> Limit:
         """The limit of a push's mean |dlogp|.
 
-        The earlier means are over all tokens if this push could leave no tokens out
-        (`Difference.left_out` is None), or if none of the earlier pushes could; else they are the
-        means without the tokens left out.
+        It is made from the earlier pushes' means over all tokens if `left_out` is None for this
+        push, or for every earlier one; else from those of their means that leave tokens out.
         """
         usual = [one.abs_dlogp for one in self.before if one.left_out is not None]
         if push.left_out is None or not usual:
@@ -99,8 +98,9 @@ def still_before(sampler: Probe, now: Probe, before: Probe) -> str:
     apart. With the new weights the sampler is 0.010 from the new policy and about 0.016 from the
     old one; with the old weights it is the other way round, and 0.010 is below 0.7 times 0.016.
 
-    The means leave out tokens that follow a token with other experts than in either policy, unless
-    these are too many. They would dominate the means, and show rounding rather than weights.
+    The means leave out tokens that follow a token whose experts differ from those of one of the two
+    policies, unless these are too many. They would dominate the means, and show rounding rather
+    than weights.
     """
     to_now_MN, to_before_MN = abs_dlogp(sampler, now), abs_dlogp(sampler, before)
     nearer = float((to_before_MN < to_now_MN).mean())

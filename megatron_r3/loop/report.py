@@ -156,7 +156,7 @@ def _metrics(path: Path, notes: list[str]) -> dict[str, Curve]:
                 curves.setdefault(name, {})[step] = value
         not_finite.update(name for name, value in values.items() if not math.isfinite(value))
     for name, count in sorted(not_finite.items()):
-        notes.append(f"{one_line(name, 100)} is not finite in {count} lines, which are left out")
+        notes.append(f"{one_line(name, 100)} is not finite in {count} steps, which its curve lacks")
     return curves
 
 

@@ -31,7 +31,7 @@ def figures_of(chart: Chart, groups: Groups) -> list[dict[str, Any]]:
         return []
     text, each = chart.text, max(line.each for line in every)
     if any(", first steps" in lines for lines in of_groups):
-        text += " Dashed: the first step on each collection; in later ones the trainer moves away."
+        text += " Dashed: the first step on each collection; in later steps the trainer moves away."
     if each > 1:
         text += f" Each point is a mean over up to {each} neighbouring {chart.x}s."
     first, last = min(line.x[0] for line in every), max(line.x[-1] for line in every)

@@ -54,7 +54,7 @@ PARTS = {
         Chart("Reward of each collection", "collected: reward", OFF_ZERO,
             "The same reward by collection. Healthy: it rises, and then stays up."),
         Chart("Groups with one reward", "update/groups with one reward", PERCENT,
-            "Share of rollouts whose group has one reward: they teach nothing. Healthy: few."),
+            "Share of rollouts whose group got equal rewards: they teach nothing. Healthy: few."),
         Chart("Entropy", "update/entropy", GLANCE,
             "How undecided the policy is. Healthy: a slow fall; at 0 nothing is explored."),
         Chart("Response length", "update/response length", GLANCE,

@@ -163,8 +163,8 @@ def stage_times(run: Run) -> dict[str, Curve]:
 def wall_seconds(run: Run) -> float | None:
     """Seconds in which the run was at work; None if there are no events.
 
-    The time before an event `started` does not count if no part was running, or if that part had
-    no event `died` or `ended` before: then the whole run was stopped and started again.
+    The time before an event `started` does not count if no part was running, or if the started part
+    has no event `died` or `ended` since its last start: then the whole run was stopped meanwhile.
     """
     events = sorted(run.events, key=lambda event: event["time"])
     seconds, alive = 0.0, set[str]()

@@ -37,7 +37,7 @@ except ModuleNotFoundError as missing:
 # Markup is our own HTML, which Jinja does not escape.
 NOT_RECORDED = Markup('<span class="soft">not recorded</span>')
 Row = list[str]
-SHOWN = 4  # how many samples of a collection are shown, from different prompts
+SHOWN = 4  # how many samples of a collection are shown, spread over its prompts
 MOST = 400  # characters that are shown of a prompt, and of an answer
 # an option with its value: "--lr 4e-4", but not --lr-decay-style
 _OPTIONS = re.compile(
@@ -150,7 +150,7 @@ def _config_of(file: Path) -> dict[str, str]:
     options = " ".join(trainer.arguments)
     layout = [f"{trainer.processes} {'process' if trainer.processes == 1 else 'processes'}"]
     if trainer.launch:
-        layout = ["processes of a command of its own"]
+        layout = ["processes of [trainer] launch"]
     for name, size in _LAYOUT.findall(options):
         layout.append("".join(word[0].upper() for word in name.split("-")) + f"P{size}")
     of_config: str = sampler.engine

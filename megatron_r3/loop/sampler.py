@@ -56,7 +56,7 @@ def _run_embedded(config: Config) -> int:
 
 
 def _run_servers(config: Config) -> int:
-    """Keep a server of the wanted policy running; returns its status if it ends by itself."""
+    """Keep a server running; returns its status, or 1 for status 0, if it ends by itself."""
     policies, wait = config.directory.policies, config.run.wait
     running: subprocess.Popen[bytes] | None = None
     version, collected = -1, Collected(config)

@@ -109,7 +109,7 @@ def _listen(host: str, port: int) -> socket.socket:
     second server on the port would then take some of the requests, with other weights.
 
     Raises:
-        ValueError: the port is taken.
+        ValueError: nothing can listen there, for example since the port is taken.
     """
     listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -25,7 +25,7 @@ class RunFailed(ValueError):
 
 
 def run(config: Config) -> None:
-    """Run a run to its end, and print a line for each collection.
+    """Run a run to its end, and print a line for each new collection.
 
     The caller makes signals raise (`signals_raise`). If the run is over, no part is started.
 
@@ -94,7 +94,7 @@ def _ended(config: Config, part: str, status: int, deaths: dict[str, int]) -> bo
 
 
 def _refusal(log: Path) -> str:
-    """The last `error: ` line of a part's newest process; empty if that was killed."""
+    """The last `error: ` line of a part's newest process; empty if it printed none."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     started = max((i for i, line in enumerate(lines) if line == _BEGIN), default=-1)
     errors = [line for line in lines[started + 1 :] if line.startswith("error: ")]

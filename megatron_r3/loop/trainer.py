@@ -15,7 +15,7 @@ from megatron_r3.loop.published import published
 
 PART = "trainer"
 _TRACKER = "latest_checkpointed_iteration.txt"
-# options that `rl trainer` adds itself, so a config must not have them
+# options that a config must not have: `rl trainer` adds them, or, with --finetune, Megatron does
 _OURS = (
     *("--rollouts", "--rollouts-follow", "--rollouts-publish", "--rollouts-publish-interval"),
     *("--rollouts-publish-like", "--rollouts-publish-keep", "--rollouts-log", "--train-iters"),
@@ -27,14 +27,14 @@ def trainer_command(config: Config) -> list[str]:
     """The command that begins or resumes the training of a run.
 
     Raises:
-        ConfigError: the arguments have an option that the loop adds, or numbers that do not fit.
+        ConfigError: the arguments have an option of `_OURS`, or numbers that do not fit.
     """
     trainer, directory = config.trainer, config.directory
     arguments = [word for text in trainer.arguments for word in shlex.split(text)]
     for word in arguments:
         if word.partition("=")[0] in _OURS:
             raise ConfigError(
-                f"{config.file}: [trainer] arguments: {word} is given by the loop: leave it out"
+                f"{config.file}: [trainer] arguments: {word} is for the loop to set: leave it out"
             )
     _check_sizes(config, arguments)
     steps = trainer.steps
