@@ -92,7 +92,8 @@ class Arriving:
         """The next shards that were announced.
 
         Raises:
-            StoreError: the first rank has found a shard that cannot be used, or does not answer.
+            StoreError: the first rank has found a shard that cannot be used, can no longer look
+                for shards, or does not answer.
         """
         index: Index | None = None
         try:
@@ -126,7 +127,7 @@ _announcer: Announcer | None = None  # of this process, if it is the first rank
 
 @atexit.register
 def end() -> None:
-    """End the Announcer's thread before Python exits: a thread inside C++ code would abort it."""
+    """End the Announcer's thread before Python exits: a thread in C++ would abort the process."""
     if _announcer is not None:
         _announcer.end()
 

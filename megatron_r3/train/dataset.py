@@ -35,7 +35,7 @@ class RolloutDataset(torch.utils.data.Dataset):
     """Sample i is rollout (i - start) modulo the number of rollouts, in store order.
 
     With several epochs or a seed, the schedule says which rollout sample i is. A training input is
-    tokens[:-1]: its N - 1 tokens are exactly those that have routes.
+    tokens[:-1]: its N - 1 tokens are exactly those that have rows in the store.
 
     Args:
         store: the rollouts; none longer than `seq_length + 1` tokens.
@@ -147,7 +147,7 @@ class RolloutDataset(torch.utils.data.Dataset):
         turn_N = np.full(len(rows) + 1, -1, np.int64)
         for turn, (first, end) in enumerate(shard.turns(index).tolist()):
             turn_N[first:end] = turn
-        if source == "rollout":  # where the engine returned no route the router chooses live
+        if source == "rollout":  # without a recorded route, the router chooses live
             source_T[~fields["recorded"]] = SOURCES.index("live")
         return {
             "tokens": fields["tokens"][:-1].astype(np.int64),
@@ -201,10 +201,10 @@ class FollowedRollouts(RolloutDataset):
         self._take_new()
 
     def of_store(self, sample: int) -> dict[str, Tensor]:
-        """The fields of a sample of the store, after a wait for its rollout.
+        """The fields of a sample of the store, after a wait for the rollouts that decide them.
 
         Raises:
-            StoreError: the rollout does not come in time, or a new shard cannot be used.
+            StoreError: a rollout does not come in time, or a new shard cannot be used.
         """
         # Which routes are too old depends on the newest policy of the collection. So wait for the
         # whole collection: ranks that see different numbers of shards would disagree.
@@ -216,7 +216,7 @@ class FollowedRollouts(RolloutDataset):
     def rollouts_of(self, samples: range) -> list[int]:
         """The indices of these samples' rollouts, which are the samples' numbers; after a wait.
 
-        Another rank may use the last of these rollouts, so this rank may not have seen its shard.
+        It waits because this rank may not have seen the shard of a rollout that another rank uses.
 
         Raises:
             StoreError: a rollout does not come in time, or a new shard cannot be used.
@@ -239,7 +239,7 @@ class FollowedRollouts(RolloutDataset):
                     f"{shard.path}: group {group} of policy version {version} began in an earlier "
                     "shard: with --rollouts-follow, write each group whole into one shard"
                 )
-            # a group number means a group of one policy version: number the pairs 0, 1, ...
+            # one group number under two policy versions is two groups: number the pairs 0, 1, ...
             number = np.unique(np.stack([versions, groups], 1), axis=0, return_inverse=True)[1]
             reward = shard.tensors["reward"]
             number = number.reshape(-1)
@@ -290,7 +290,7 @@ class PackedRollouts(RolloutDataset):
         self.num_samples = max(num_samples or 0, start + len(self.packs))
 
     def of_store(self, sample: int) -> dict[str, Tensor]:
-        """A RolloutDataset's fields, and cu_seqlens, int32 `[D + 1]`: where the documents begin.
+        """A RolloutDataset's fields and cu_seqlens, int32 `[D + 1]`: where documents begin and end.
 
         Example with S = 64 and rollouts of 16 and 24 tokens: cu_seqlens is [0, 16, 40, 64], and the
         third document is padding alone.

@@ -13,12 +13,12 @@ from megatron_r3.replay.microbatch import MicrobatchRoutes, ReplayError
 from megatron_r3.replay.rank_layout import packed_seq_params
 from megatron_r3.train.refuse import refuse
 
-# neither the model nor the loss needs these fields on the device
+# not moved to the device: `packed_seq_params` moves cu_seqlens, and the rest is read on the host
 _HOST_FIELDS = {"rows", "cu_seqlens", "source", "turn", "version", "collection"}
 
 
 def on_device(host: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What the model and the loss need of a batch, on the device; no wait."""
+    """What the model and the loss need of a batch, moved to the device without a wait."""
     return {k: v.cuda(non_blocking=True) for k, v in host.items() if k not in _HOST_FIELDS}
 
 

@@ -1,4 +1,4 @@
-"""The check of a step before its update: given routes were taken, and all values are finite.
+"""The check of a step before its update: routes were taken, values are finite, ranks agree.
 
 `train_step` calls the check after the last backward pass and before the optimizer. Megatron's own
 validation of losses and gradients skips the first iteration of a process
@@ -135,7 +135,7 @@ class StepGuard:
             refuse(f"{message}. Iteration {iteration} changed no weight", heaviest == own)
 
     def _largest_gradient(self, models: list[Any], device: Any) -> Tensor:
-        """The largest gradient of this rank, a scalar; NaN where any gradient is not finite."""
+        """The largest absolute gradient of this rank; NaN if any is not finite, 0 if scaled."""
         largest = [
             torch.linalg.vector_norm(gradient, ord=float("inf")).float()
             for model in models

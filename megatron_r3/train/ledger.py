@@ -7,8 +7,8 @@ that holds them (`progress.py` puts them there). The last entry is the store tha
       "shards": [["shard-00000.safetensors", "9b1e...", 128], ...], "old_pass": "1f..."},
      {"directories": ["/data/rollouts/1"], "start": 128, ...}]
 
-`start` is how many samples the training had consumed when it began with that store. Sample i of the
-training is then sample i - start of the store.
+`start` is how many samples the training had consumed when it began with that store; `Schedule`
+counts from there.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class Ledger:
 
         Raises:
             StoreError: the store has lost or changed a shard since the checkpoint, sample numbers
-                now name other rollouts, or another store's policy was trained on before.
+                now name other rollouts, or the training has updated the policy that sampled the
+                store.
         """
         consumed = self.progress.consumed_samples
         remembered = self.progress.remembered() if consumed else []

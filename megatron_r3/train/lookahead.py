@@ -43,7 +43,7 @@ class Prepared:
         routes: None where no layer replays or is compared.
         plan: None where the dispatchers have to learn their sizes on the device.
         kept: what the sampler kept when it drew each label, in the order of the batch; None where
-            it kept all tokens, or this rank computes no loss.
+            this rank's loss does not ask for it.
     """
 
     batch: dict[str, Tensor]

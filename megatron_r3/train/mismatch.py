@@ -42,8 +42,8 @@ class Places:
 
     Attributes:
         position_T: in its rollout.
-        turn_T: the turn of the token that it predicts, from 0 on; -1 for rows of prompts.
-        version_T: the policy version that sampled the predicted token; -1 for rows of prompts.
+        turn_T: the turn of the next token, from 0 on; -1 where nobody sampled that token.
+        version_T: the policy version that sampled the next token; -1 where nobody did.
     """
 
     position_T: np.ndarray
@@ -195,7 +195,7 @@ class StepAlarms:
         self._before: set[str] = set()
 
     def look(self, tables: Tables) -> tuple[int, list[Alarm]]:
-        """How many alarms a step has, and those that the last measured step did not have."""
+        """How many alarms a step has, and those that the last call's step did not have."""
         if not tables.layers:
             return 0, []
         alarms = table_alarms(tables, model="the trainer")

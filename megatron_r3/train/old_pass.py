@@ -1,7 +1,8 @@
 """The pass of the old policy over a collection, before the first update on it.
 
 The pass is forward only. It uses the weights of that moment and the training's layout, and replays
-what the updates will replay. `OldPolicy` keeps the log-probs and routes that the pass finds.
+the rollouts' routes where the updates will. `OldPolicy` keeps the log-probs and routes that the
+pass finds.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class OldPass(CollectionPass):
         self.store, self.ledger = store, ledger
 
     def begin(self, models: list[Any], forward_step: Callable[..., Any]) -> None:
-        """Get the old policy's record for the coming step: run the pass, or read its file.
+        """Get the old policy's record for the coming step: run the pass, or read its files.
 
         Args:
             models: this rank's model chunks.
@@ -88,7 +89,7 @@ class OldPass(CollectionPass):
         self.policy.read(folder, collection, wanted, layers, about, self.ledger.old_pass)
 
     def _routes(self) -> str:
-        """Whose routes the pass replayed, as the updates on the collection must."""
+        """Whose routes the updates on the collection take, as a text that a resume compares."""
         use = self.options.use
         if use.replay_max_lag is None or not self.options.replay:
             return use.source

@@ -77,7 +77,7 @@ class OldPolicy:
             self._routes.setdefault(layer, []).append((rows_T, ids_TK.detach()))
 
     def finish(self) -> None:
-        """Bring all that was added to the host; the record is whole then."""
+        """Bring to the host all that was added; the record is whole then."""
         if self._logprobs:
             self._logprob_table = _Table.of(self._logprobs)
         self._route_tables = {layer: _Table.of(parts) for layer, parts in self._routes.items()}

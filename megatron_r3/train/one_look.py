@@ -64,7 +64,8 @@ class Place(NamedTuple):
         A shard is read by a rank that will also train on it, so that no rank opens more files than
         it needs anyway. In store order, rollout j is used by the data-parallel rank
         j // micro_batch modulo data_size. One rollout of a shard decides who reads the shard: the
-        first one for the first `peers` shards, the second one for the next, so as to use all ranks.
+        first one for the first `peers` shards, the second one for the next `peers`, and so on, so
+        as to use all ranks.
 
         Example: 4 data-parallel ranks of 2 peers, micro-batches of 1, 3 rollouts a shard. For
         shards 0 and 1 the first rollouts decide, 0 and 3, for shards 2 and 3 the second ones, 7 and

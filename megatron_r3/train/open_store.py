@@ -40,7 +40,7 @@ _verified: set[str] = set()
 
 
 def open_store(options: RolloutOptions, place: Place | None = None) -> RolloutStore:
-    """The store of these options, with every shard checked. All ranks call this together.
+    """The store of these options, checked as they ask. All ranks call this together.
 
     A training that publishes policies does not wait here for the first rollout: no sampler has a
     policy before the model is loaded and published (seams/pretrain.py).

@@ -100,7 +100,7 @@ class Option:
     def row(self) -> str:
         """The option's line in the tables of docs/train.md."""
         what = self.metavar or "|".join(self.choices)
-        # for a field that is on by default, Megatron makes only the flag --no-...
+        # for a field whose default is True or None, Megatron makes only the flag --no-...
         switches_off = self.field and not what and self.default is not False
         name = typed(self.name, not switches_off)
         what = {"+": f"{what} ...", "?": f"[{what}]"}.get(self.nargs or "", what)

@@ -250,7 +250,7 @@ BY_NAME = {option.name: option for option in OPTIONS}
 
 
 def look(args: Any, name: str) -> tuple[Any, bool]:
-    """The value of an option, and whether it is set; ours is if it differs from its default."""
+    """The value of an option, and whether it is set: ours if its value is not the default."""
     given = getattr(args, name, None)
     if name not in BY_NAME:  # Megatron's
         return given, bool(given)
@@ -304,7 +304,7 @@ def refuse_options(args: Any) -> None:
         option.refuse(args, look)
 
 
-# Only a training on rollouts reads these fields; replay without --rollouts reads all others too.
+# Without --rollouts, replay reads all fields but these.
 _READ_WITH_ROLLOUTS = ("missing", "log_mismatch_interval", "verify_dispatch")
 
 

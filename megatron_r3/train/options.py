@@ -25,8 +25,8 @@ from megatron_r3.train.update_options import read_loss, read_use, refuse_update
 def document_multiple(context_parallel: int) -> int:
     """The number to whose multiples the rollouts of a pack are padded.
 
-    Context parallelism cuts each document into 2 * CP pieces of one length: CP 4 pads a rollout of
-    13 tokens to 16.
+    Context parallelism cuts each document into 2 * CP pieces of one length: CP 4 pads 13 input
+    tokens to 16.
     """
     return 2 * context_parallel if context_parallel > 1 else 1
 
@@ -54,7 +54,7 @@ class RolloutOptions:
         publish: what is published for a sampler; None for nothing.
         log_file: the file to which each step appends a JSON line; None for none.
         refuse_missing: whether a token without a recorded route is refused.
-        use_plan: whether a token dispatcher of the model asks for dispatch plans.
+        use_plan: whether replay makes dispatch plans for the model's token dispatchers.
         verify_dispatch: whether what reached each expert is compared with the record.
         mismatch_interval: iterations from one comparison of live and recorded choices to the next;
             0 for none.
@@ -165,14 +165,15 @@ class RolloutOptions:
         """Read Megatron's validated arguments.
 
         Raises:
-            ValueError: options that do not go together. The message names both and says why.
+            ValueError: an impossible value, or options that do not go together. The message names
+                the options and says why.
         """
         _refuse_combinations(args)
         interval = args.moe_router_replay_log_mismatch_interval
         asks_for_plans = args.moe_token_dispatcher_type in PLANNED_DISPATCHERS
         plan = args.moe_router_replay and args.moe_router_replay_dispatch_plan and asks_for_plans
-        # With the rerun machine disabled, validate_result would end the step with a traceback, so
-        # only the guard looks at the loss, which can name the rollout.
+        # With the rerun machine disabled, validate_result would end the step with a traceback. So
+        # only the guard, which can name the rollout, looks at the loss.
         validates = getattr(args, "rerun_mode", "validate_results") != "disabled"
         options = cls(
             directories=tuple(args.rollouts),

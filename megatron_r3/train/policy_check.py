@@ -86,7 +86,7 @@ class PolicyCheck:
         The trainer may have updated such a policy since, so its own routers do not tell. The name
         of a folder proves nothing either: only a version that this training has reached counts, and
         only if the routers in its folder have the shard's digests. Example: with an interval of 2,
-        iteration 5 has published versions 0, 1 and 2; a folder of version 3 is another training's.
+        by iteration 5, versions 0 to 2 are published; a folder of version 3 is another training's.
         """
         shard, publish = self.store.shards[number], self.options.publish
         folder = published_folder(self.options, shard)
@@ -136,7 +136,7 @@ def speaks_for_stage() -> bool:
 
 
 def version_of(shard: Shard) -> int:
-    """The policy version of a shard's first rollout; a stamped shard has no other."""
+    """The policy version of a shard's first rollout; callers ask where it is the only one."""
     return int(shard.tensors["policy_version"][0])
 
 

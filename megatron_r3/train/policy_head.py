@@ -38,13 +38,13 @@ class Policy:
         temperature: what the logits are divided by.
         vocab_size: rows of the output layer that the sampler has; the rows after them are left out.
             None: all rows take part.
-        kept: the tokens that the sampler kept for each token, or None: it kept all.
+        kept: the tokens that the sampler kept for each label; None: it kept all.
         measures_entropy: whether `entropy_BS` is wanted.
         returns_entropy: whether the model returns losses and entropies, `[2, B, S]`, instead of
             losses alone. So a gradient of the entropy takes the way that a loss's takes, also where
             a schedule cuts the graph at the model's output (combined 1F1B).
         entropy_BS: the entropy of each token's distribution, in nats, without gradient; None until
-            the loss ran.
+            it was measured.
         used: whether the model has computed its loss with this policy.
     """
 

@@ -57,7 +57,7 @@ def no_datasets(sizes: list[int], vp_stage: int | None = None) -> Any:
     from megatron.training import get_args
 
     # Imported here: `proof/fidelity/off.py` imports `forward_step` from this file in a process in
-    # which, of the other modules of megatron_r3, only `launch` and `cpu` can be imported.
+    # which `refuse`, like most modules of megatron_r3, cannot be imported.
     from megatron_r3.train.refuse import refuse
 
     if getattr(get_args(), "rollouts", None) is None:

@@ -75,8 +75,8 @@ class MegatronProgress:
     def remembered(self) -> Entries:
         """The entries of the loaded checkpoint, the same on all ranks; empty where it has none.
 
-        The first rank reads the checkpoint's common part again, because Megatron's
-        `load_checkpoint` does not return the saved arguments, and broadcasts the entries.
+        The first rank reads the saved arguments again, because Megatron's `load_checkpoint` does
+        not return them, and broadcasts the entries.
         """
         entries: list[Any] = [None]
         if torch.distributed.get_rank() == 0:
@@ -101,8 +101,8 @@ def checkpoint_directories(args: Any, base: str | None) -> tuple[str, ...]:
 def _saved_arguments(args: Any) -> Iterator[Any]:
     """The arguments inside the checkpoint that was loaded, in either of Megatron's formats.
 
-    A distributed checkpoint has the arguments in its common part. An older one has them beside the
-    weights of each rank, in a file that is mapped into memory, so that no weight is read.
+    A distributed checkpoint has the arguments in its common part. In the older format they are
+    beside the weights of each rank, in a file that is mapped into memory: no weight is read.
     """
     from megatron.core import dist_checkpointing
 

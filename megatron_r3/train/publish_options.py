@@ -84,7 +84,7 @@ def refuse_folder(option: str, folder: Path) -> None:
     if not there.is_dir():
         raise ValueError(f"{option} {folder}: {there} is a file: name another folder")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"{option} {folder}: nothing can be written in {there}")
+        raise ValueError(f"{option} {folder}: {there} is not writable: name another folder")
 
 
 def version_name(version: int) -> str:

@@ -17,7 +17,7 @@ SILENCE_S = 30.0  # how long the other ranks wait
 def refuse(message: str, speaks: bool | None = None, repeats: bool = True) -> NoReturn:
     """End this process for a user's mistake: one line, status 1, no traceback.
 
-    Mostly all ranks find the same mistake, and one line is enough: one rank prints the line and
+    Usually all ranks find the same mistake, and one line is enough: one rank prints the line and
     exits at once, and then the launcher ends all ranks. The other ranks wait SILENCE_S before they
     exit. A rank that is not ended in that time found a mistake of its own, and prints it too.
 

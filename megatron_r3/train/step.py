@@ -96,8 +96,8 @@ class RolloutStep:
         progress: how far the training is.
         ledger: which rollouts the training has used.
         evaluate: the script's own forward step, used for evaluation.
-        observe: called with a router that has no hook, because training routes live, and its layer
-            number; puts in a hook that compares the router's choice with the record.
+        observe: where training routes live, called with each router and its layer number; gives the
+            router a hook that compares its choice with the record.
         hooks: called before each step, and after the last one.
         reference: of the KL term; None without one.
         parts: the classes that the training is made of; None for those of `Parts`.
@@ -182,7 +182,7 @@ class RolloutStep:
     def _old_forward(
         self, data_iterator: Iterator[dict[str, Tensor]], model: Any
     ) -> tuple[Any, Callable[..., Any]]:
-        """The forward step of the old-policy pass: live or replayed as the update will be."""
+        """The forward step of the old-policy pass; replays the rollouts' routes if updates do."""
         assert self.old_pass is not None
         module = unwrapped(model)
         chunk = self._chunk(module)
@@ -190,7 +190,7 @@ class RolloutStep:
         chunk.policies.check(prepared.rollouts)
         routes, microbatch = prepared.routes, None
         replays = self.options.replays_routes
-        # OBSERVE makes a live pass order experts as with gradients; a fused router always does so.
+        # OBSERVE makes a live pass order experts as in the update; a fused router always does so.
         fused = not replays and getattr(module.config, "moe_router_fusion", False)
         if routes is not None and chunk.routes is not None and not fused:
             microbatch = chunk.routes.activate(
@@ -216,7 +216,7 @@ class RolloutStep:
         self._guard.check(models, self.progress.iteration + 1, self._digest_of_used_shards())
 
     def log(self, iteration: int, writer: Any, wandb_writer: Any, beside: dict[str, float]) -> str:
-        """After a step: log it, and end the hooks after the last one. See `StepMetrics.log`."""
+        """After a step: log it, and if it was the last, end the hooks. See `StepMetrics.log`."""
         text = self.metrics.log(iteration, writer, wandb_writer, beside)
         if iteration == self.progress.last_iteration:
             for hook in self.hooks:
@@ -225,7 +225,7 @@ class RolloutStep:
 
     @cached_property
     def _has_routes(self) -> bool:
-        """Whether the store's routes fit the model; --rollouts-policy any may train another one."""
+        """Whether the store's routes fit the model; with --rollouts-policy any they may not."""
         options = self.options
         return bool(options.num_experts) and not options.shape_differences(self.store.info)
 
@@ -392,9 +392,9 @@ class RolloutStep:
     def _digest_of_used_shards(self) -> int:
         """A digest, 52 bits long, of the shards whose rollouts were used until now, in order.
 
-        In a store that grows, ranks may know different numbers of shards, but the used shards must
-        be the same on all ranks. The digest has 52 bits because the ranks compare it in float64,
-        which is exact up to 2**53.
+        A store that does not grow counts as used whole. In one that grows, ranks may know different
+        numbers of shards, but the used shards must be the same on all ranks. The digest has 52 bits
+        because the ranks compare it in float64, which is exact up to 2**53.
         """
         from megatron.core import mpu
         from megatron.core.num_microbatches_calculator import get_num_microbatches

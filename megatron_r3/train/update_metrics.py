@@ -151,7 +151,7 @@ def _of_tokens(update: Update, clip: Clip) -> Sums:
 def _of_rollouts(update: Update, batch: dict[str, Tensor]) -> Sums:
     """Sums over the rollouts of the micro-batch.
 
-    Ranks that share a rollout count it each, in numerator and denominator alike.
+    Each rank that shares a rollout counts it, in numerator and denominator alike.
     """
     reward = batch["reward"].double()
     return {

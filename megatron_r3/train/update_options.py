@@ -189,7 +189,7 @@ def _refuse_other_divisor(args: Any, aggregation: str, correction: CorrectionOpt
 
 
 def _other_losses(args: Any) -> list[str]:
-    """The options of losses that Megatron adds to the policy loss, and scales for its divisor.
+    """The options of Megatron's own losses, which it adds to the policy loss.
 
     With --calculate-per-token-loss a router's auxiliary loss, its z-loss and the loss of MTP layers
     are multiplied by a number of tokens, because all gradients are divided by such a number later.

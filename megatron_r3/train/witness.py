@@ -1,7 +1,7 @@
 """Watch what really reached each expert, after dispatch, and compare it with the record.
 
 A dispatcher moves hidden states without arithmetic, so a token's hidden state is recognised at the
-expert by its bytes. So nothing that the router or the replay says of itself is used. Two tokens
+expert by its bytes: neither router nor replay is asked where a recorded token went. Two tokens
 with the same bytes are the same computation, so counting them as a multiset loses nothing.
 
 Shape suffixes (docs/glossary.md): H, I, K, L, P, T.
@@ -87,14 +87,14 @@ def _pairs(hashes_P: np.ndarray, experts_P: np.ndarray) -> np.ndarray:
 def matches(
     expected: np.ndarray, ignored: np.ndarray, received: np.ndarray, weightless: np.ndarray
 ) -> tuple[int, int]:
-    """Compare multisets of (hash, expert) pairs, `[P, 2]`: those that were recorded, that arrived.
+    """Compare multisets of (hash, expert) pairs, `[P, 2]`: those recorded and those that arrived.
 
     Args:
         expected: pairs of recorded tokens, as the store says.
         ignored: pairs of padding and missing tokens, as they were sent.
         received: what the experts got.
-        weightless: the pairs of `received` that were sent to pad experts for quantization, or that
-            have weight 0 as padding has. Such a pair is left out where it was not recorded.
+        weightless: the pairs of `received` with weight 0: padding of a sequence, or what fills an
+            expert up for quantization. Such a pair is left out where it was not recorded.
 
     Returns:
         How many recorded pairs arrived, and how many were recorded or, if those are more, arrived.

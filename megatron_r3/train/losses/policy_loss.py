@@ -151,7 +151,7 @@ def gspo(terms: LossTerms, clip: Clip) -> Gain:
     token has the value of s and, through its own log-prob, its part of the gradient of s.
 
     Example: a response of 2 tokens with log r = (0.1, 0.3) has s = exp(0.2) at both tokens. The
-    mean over the two tokens has the value s, and its gradient is s / 2 of each log-prob: that of s.
+    mean over both has the value s, and its gradient by each log-prob is s / 2, as that of s is.
     """
     own_BS = terms.logprobs_BS - terms.logprobs_BS.detach()  # 0, with the gradient of the log-prob
     mean_BS = terms.sequence_mean(terms.log_ratio_BS)

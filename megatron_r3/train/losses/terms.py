@@ -23,8 +23,8 @@ LOG_RATIO_BOUND = 20.0
 def bounded_log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
     """log p - log p_old, between -20 and 20; 0 where the mask is 0.
 
-    Without a bound a log-prob of -95 gives a ratio of infinity, and infinity times an advantage of
-    0 is NaN, as is its gradient. Beyond the bound the gradient is 0. NaN stays NaN.
+    Without a bound an old log-prob of -95 can give a ratio of infinity, and infinity times an
+    advantage of 0 is NaN, as is its gradient. Beyond the bound the gradient is 0. NaN stays NaN.
 
     Args:
         logprobs, old_logprobs, mask: of one shape; mask 1 on response tokens, else 0.
@@ -51,7 +51,7 @@ class Sequences:
         self.index_BS, self.num_rollouts, self.cp_group = index_BS, num_rollouts, cp_group
 
     def sums(self, values_BS: Tensor) -> Tensor:
-        """Sums over each whole rollout, `[M]`, without a gradient: padding must hold zeros."""
+        """Sums over each whole rollout, `[M]`, without a gradient; padding must hold zeros."""
         sums_M = values_BS.new_zeros(self.num_rollouts)
         sums_M.index_add_(0, self.index_BS.reshape(-1), values_BS.detach().reshape(-1))
         if self.cp_group is not None:
@@ -71,7 +71,7 @@ class LossTerms:
         logprobs_BS: the trainer's, with gradient.
         old_logprobs_BS: of the policy from which the update starts, without gradient.
         sampled_logprobs_BS: the sampler's.
-        advantages_BS: one value for all tokens of a rollout.
+        advantages_BS: one value for all response tokens of a rollout, else 0.
         mask_BS: 1 on the response tokens that the loss counts, else 0.
         sequences: which rollout each token belongs to.
         reference_logprobs_BS: the reference's, without gradient; None without a KL term.
