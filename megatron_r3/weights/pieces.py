@@ -35,6 +35,7 @@ NORMS = {
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
 _EXPERTS = ".mlp.experts."
+ADAPTER = ".adapter."  # in the key of a tensor of a LoRA adapter
 
 
 @dataclass(frozen=True, order=True)
@@ -67,7 +68,7 @@ class Piece:
         shape: of the whole tensor, without axes for layers and experts.
         offset: where the part begins in the whole tensor, for each of its axes.
         tensor: the part; it shares its memory with the model's parameter.
-        is_first: whether this rank writes the part; other ranks may hold the same part.
+        is_first: whether this rank may write the part; other ranks may hold the same part.
     """
 
     place: Place
@@ -156,5 +157,7 @@ def _piece(sharded: Any) -> Piece:
         tuple(sharded.global_shape)[axes:],
         offset[axes:],
         tensor.detach(),
-        is_main_replica(sharded.replica_id),
+        # Megatron-Bridge says of the adapter of an expert beyond the first rank's that another
+        # rank has it, and none has
+        ADAPTER in key or is_main_replica(sharded.replica_id),
     )

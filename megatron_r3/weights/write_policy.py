@@ -20,6 +20,7 @@ from megatron_r3.data.digest import file_digest
 from megatron_r3.replay.layers import unwrapped
 from megatron_r3.replay.words import quoted
 from megatron_r3.train.reference_policy import finish_updates
+from megatron_r3.weights.adapters import Adapters, adapters_of
 from megatron_r3.weights.all_ranks import agree, everyones, my_rank, on_first_rank, together
 from megatron_r3.weights.directory import (
     CONFIG,
@@ -107,9 +108,11 @@ def write_policy(
     model, described = together(
         lambda: _model_to_write(models, directory, family, like, dtype, vocab_size)
     )
-    plan = _checked_plan(model)
+    plan = plan_of(model.pieces)
+    adapters = adapters_of(models, plan)
+    _check_plan(model, plan, adapters)
     with appearing(directory) as folder:
-        written = _write_files(model, plan, folder, directory, dtype)
+        written = _write_files(model, plan, adapters, folder, directory, dtype)
         on_first_rank(lambda: _write_rest(written, folder, directory, described, like, finish))
     return sum(file.size for file in written)
 
@@ -183,7 +186,7 @@ def read_policy(
             describes another model. The same on every rank; the model is then unchanged.
     """
     model = together(lambda: _model_of(models, directory, family, vocab_size))
-    _checked_plan(model)
+    _check_plan(model, plan_of(model.pieces))
     with together(lambda: Reading(directory)) as reading:
         together(lambda: _check_names(model, reading))
         together(lambda: _load(model, reading, into_model=False))
@@ -219,22 +222,24 @@ def _model(
     return _Model(config, settings, pieces_of(models), family, family.tensors(config))
 
 
-def _checked_plan(model: _Model) -> Plan:
-    """Which rank has which parts. Refuses a model with other tensors than the family maps."""
-    plan = plan_of(model.pieces)
+def _check_plan(model: _Model, plan: Plan, adapters: Adapters | None = None) -> None:
+    """Refuse a model with other tensors than the family maps; `adapters` may be there too."""
     mapped = {place for entry in model.mapped for place in entry.places}
+    if adapters is not None:
+        mapped.update(
+            part for place in mapped & adapters.parts.keys() for part in adapters.parts[place]
+        )
     if plan.keys() != mapped:
         without_place = [str(place) for place in plan if place not in mapped]
         missing = [str(place) for place in mapped if place not in plan]
         raise ValueError(
-            f"not a plain {model.family.model_type} model (biases, MTP?): transformers has no "
-            f"place for {without_place[:3]}, the model has no {sorted(missing)[:3]}"
+            f"not a plain {model.family.model_type} model (biases, MTP, adapters?): transformers "
+            f"has no place for {without_place[:3]}, the model has no {sorted(missing)[:3]}"
         )
     vocab_size = model.settings.vocab_size
     rows = plan[EMBEDDING].shape[0]
     if vocab_size is not None and rows < vocab_size:
         raise ValueError(f"the model's embedding has {rows} rows, the vocabulary {vocab_size}")
-    return plan
 
 
 def _files(mapped: Sequence[Mapped]) -> list[list[Mapped]]:
@@ -248,7 +253,12 @@ def _files(mapped: Sequence[Mapped]) -> list[list[Mapped]]:
 
 
 def _write_files(
-    model: _Model, plan: Plan, folder: Path, directory: Path, dtype: torch.dtype
+    model: _Model,
+    plan: Plan,
+    adapters: Adapters,
+    folder: Path,
+    directory: Path,
+    dtype: torch.dtype,
 ) -> list[_File]:
     """Write all files; each rank writes those of which it is the first holder.
 
@@ -265,10 +275,12 @@ def _write_files(
     for number, entries in enumerate(files, 1):
         dtypes = {place: entry.dtype or dtype for entry in entries for place in entry.places}
         # A rank that has failed still gathers, because the others would wait for it.
-        wholes = gather(plan, pieces, list(dtypes), dtypes)
+        gathered = adapters.beside(dtypes)
+        wholes = gather(plan, pieces, list(gathered), gathered)
         if wholes and failure is None:
             file = folder / f"model-{number:05}-of-{len(files):05}.safetensors"
             try:
+                adapters.merge(wholes, dtypes)
                 with writing(directory):
                     written.append(_write_file(file, entries, wholes, model.settings.vocab_size))
             except Exception as error:

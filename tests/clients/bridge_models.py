@@ -60,7 +60,12 @@ def qwen3_moe() -> Any:
 
 
 def build(
-    library: str, layout: str, recompute: str, wrapped: bool = False, **options: Any
+    library: str,
+    layout: str,
+    recompute: str,
+    wrapped: bool = False,
+    adapters: tuple[str, ...] = (),
+    **options: Any,
 ) -> list[Any]:
     """This rank's model chunks, with the weights of the plain model; process groups exist.
 
@@ -69,6 +74,7 @@ def build(
         layout: a key of `replay_layouts.LAYOUTS`.
         recompute: a key of `replay_layouts.RECOMPUTE`.
         wrapped: in bfloat16, inside of Float16Module and DistributedDataParallel.
+        adapters: the layers that get LoRA adapters of megatron-bridge; all else is frozen.
         options: given to the library as its users give options.
     """
     from megatron.core.enums import ModelType
@@ -90,7 +96,7 @@ def build(
         chunks = _of_mbridge(options, wrapped)
     else:
         sizes = {**LAYOUTS[layout][1], "sequence_parallel": "SP" in layout}
-        chunks = _of_megatron_bridge({**sizes, **options}, wrapped)
+        chunks = _of_megatron_bridge({**sizes, **options}, wrapped, adapters)
     for chunk in chunks:
         fill(chunk)
     return chunks
@@ -125,7 +131,9 @@ def _of_mbridge(options: dict[str, Any], wrapped: bool) -> list[Any]:
     )
 
 
-def _of_megatron_bridge(options: dict[str, Any], wrapped: bool) -> list[Any]:
+def _of_megatron_bridge(
+    options: dict[str, Any], wrapped: bool, adapters: tuple[str, ...]
+) -> list[Any]:
     from megatron.bridge import AutoBridge
     from megatron.core.distributed import DistributedDataParallelConfig
 
@@ -134,6 +142,13 @@ def _of_megatron_bridge(options: dict[str, Any], wrapped: bool) -> list[Any]:
     for name, value in options.items():
         setattr(provider, name, value)
     provider.finalize()
+    if adapters:
+        from megatron.bridge.peft import utils
+        from megatron.bridge.peft.lora import LoRA
+
+        utils.HAVE_TE = False  # it looks for names that Megatron has as None without it
+        lora = LoRA(target_modules=list(adapters), dim=4, alpha=8)
+        provider.register_pre_wrap_hook(lambda models: lora(models, training=True))
     return list(
         provider.provide_distributed_model(
             wrap_with_ddp=wrapped,

@@ -2,8 +2,9 @@
 
 megatron-bridge requires Transformer Engine, and its LoRA adapters name some of its classes when
 they are imported: as a base class (`te.Linear`, 0.3.1) and in annotations (`te.ops.Sequential`).
-No test here makes an adapter. The names are there while megatron.bridge is imported, and are taken
-away again, so that nothing else believes that Transformer Engine is installed.
+The adapters of these tests need none of them. The names are there while megatron.bridge is
+imported, and are taken away again, so that nothing else believes that Transformer Engine is
+installed.
 """
 
 from __future__ import annotations
