@@ -166,7 +166,7 @@ def _differs(versions: Versions, job: Job, exported: dict[str, bytes], there: bo
 
 
 def _with_line(patches: Path, job: Job) -> str:
-    """versions.toml with the new line at its end.
+    """The text of versions.toml with an entry for the new release line at its end.
 
     Raises:
         PatchingError: the result would not be a valid versions.toml.

@@ -151,7 +151,7 @@ class EnginePolicy:
             )
         for version in reported:
             if self._known is None and self._shelf.stored:
-                # Shards are written whose header names no version, so no response may name one.
+                # The headers of the shards so far name no version, so no response may name one.
                 self._known = ""
             if self._known is None:
                 self._known = version

@@ -78,8 +78,8 @@ def _drawn(sampling: Sampling, all_tokens: int) -> dict[str, Any]:
 def _sglang(prompt: Prompt, sampling: Sampling, seed: int | None) -> tuple[str, dict[str, Any]]:
     if prompt.tokens is None:
         raise PromptError(
-            f"{prompt.where}: SGLang's /generate returns no token ids of a text or chat; give "
-            "`prompt` as token ids"
+            f"{prompt.where}: with SGLang's /generate a prompt is a list of token ids, no text and "
+            "no chat; give `prompt` as token ids"
         )
     params = {"max_new_tokens": sampling.max_tokens, **_drawn(sampling, -1)}
     if seed is not None:

@@ -78,10 +78,10 @@ def _uneven_reduce_scatter(
 def _sending_a_copy(isend: Callable[..., Any]) -> Callable[..., Any]:
     """An isend that sends a private copy and keeps it alive until it has been sent.
 
-    Megatron's pipeline schedules free or overwrite a tensor as soon as isend returns
-    (`deallocate_output_tensor` in megatron/core/pipeline_parallel/schedules.py). On a GPU that is
-    safe, because the stream orders the send before what follows. Gloo reads the tensor later, in a
-    thread of its own, and would send junk.
+    Up to 0.17 Megatron's interleaved schedule with overlapped sends frees a tensor as soon as
+    isend returns (`deallocate_output_tensor` in megatron/core/pipeline_parallel/schedules.py). On a
+    GPU that is safe, because the stream orders the send before what follows. Gloo reads the tensor
+    later, in a thread of its own, and would send junk.
     """
 
     @functools.wraps(isend)

@@ -29,7 +29,8 @@ class Chart:
     """What a chart shows, and what is healthy.
 
     Attributes:
-        source: a name of metrics.jsonl, "NAME + NAME", "NAME / NAME", or "EVENT: FIELD".
+        source: a name of metrics.jsonl (of a MAP: how the names begin), "NAME + NAME",
+            "NAME / NAME", "EVENT: FIELD", or the times of the stages of a collection.
         limit: the source of a second line, the upper limit of the values.
     """
 

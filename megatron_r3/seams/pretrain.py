@@ -171,8 +171,8 @@ def _provider(step: RolloutStep, scripts: Provider, eval_iters: int) -> Provider
     options, store, ledger = step.options, step.store, step.ledger
 
     def training_data(num_samples: int) -> RolloutDataset:
-        # Megatron asks for data once the checkpoint is loaded, and again for a further epoch of
-        # evaluation data. The ledger compares the store with the checkpoint only the first time.
+        # Megatron asks for data once for each virtual pipeline stage, and the passes over a
+        # collection ask again. The ledger compares the store with the checkpoint only once.
         if not ledger.entries:
             notice = ledger.begin()
             if notice and torch.distributed.get_rank() == 0:

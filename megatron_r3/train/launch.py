@@ -116,7 +116,7 @@ def train(
         args = arguments.parse_and_validate_args()
         config = _builder_config(args)
         script["cfg_container"] = pretrain_cfg_container_from_args(args, config)
-    # Megatron's main branch of June 2026 takes a config and still requires a provider.
+    # Required up to 0.18; and by main of June 2026, though it takes the config that builds models.
     provider = inspect.signature(training.pretrain).parameters["model_provider"]
     if provider.default is inspect.Parameter.empty:
         script["model_provider"] = _model_provider

@@ -230,7 +230,7 @@ def _read_checks(options: RolloutOptions) -> ReadChecks:
 
 
 def _check_bytes(options: RolloutOptions, shard: Shard) -> None:
-    """Refuse a shard that is damaged, or whose tokens or missing routes cannot be trained on."""
+    """Refuse a shard that is damaged, or whose tokens or gaps this training does not take."""
     checks = _read_checks(options)
     if shard.identity not in _verified:
         verify_shard(shard, thorough=False)

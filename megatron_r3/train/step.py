@@ -233,7 +233,7 @@ class RolloutStep:
         return self._chunks.get(module) or self._equip(module)
 
     def _equip(self, module: torch.nn.Module) -> _Chunk:
-        """Make what belongs to a model chunk, and put hooks into its routers and experts."""
+        """Make what belongs to a model chunk, and put hooks into what is measured or changed."""
         options, routes = self.options, None
         routers = local_routers(module) if self._has_routes else {}
         for number, router in routers.items():

@@ -78,7 +78,7 @@ def count_passes(models: Iterable[torch.nn.Module], passes: Counter[str]) -> Non
         if isinstance(layer, MoELayer):
             layer.experts.register_forward_pre_hook(count)
             for name in ("sort_input_by_local_experts", "restore_output_by_local_experts"):
-                # on permute_idx_device, which is the CPU without moe_permute_fusion
+                # a tensor on permute_idx_device: the CPU, unless moe_permute_fusion is on
                 mark_host(getattr(layer.token_dispatcher, name))
 
 

@@ -173,8 +173,9 @@ def choices_in_order(choices: Any, expected: int) -> list[Mapping[str, Any]]:
     by_index = {whole_number(choice.get("index"), "a choice's index"): choice for choice in choices}
     if len(choices) != expected or sorted(by_index) != list(range(len(choices))):
         raise EngineError(
-            f"the response has the choices {[choice.get('index') for choice in choices[:20]]}; "
-            f"the request asks for {expected}, numbered from 0"
+            f"the response has {len(choices)} choices, the first ones with the indices "
+            f"{[choice.get('index') for choice in choices[:20]]}; the request asks for {expected}, "
+            "numbered from 0"
         )
     return [by_index[i] for i in range(expected)]
 

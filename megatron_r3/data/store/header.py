@@ -322,7 +322,6 @@ def _check_shapes(entries: Mapping[str, Entry], info: StoreInfo, where: str) -> 
         "routes": (num_layers, num_rows, info.topk),
         **{ROUTE_SUMS: (num_layers, parts), TOKEN_SUMS: (len(PER_TOKEN), parts)},
         KEPT_SUMS: (len(KEPT), parts),
-        # pairs have an even length
         **{name: (entries[name].shape[0] // 2 * 2,) for name in PAIRS},
     }
     ids, types = DTYPE_NAMES[np.dtype(id_dtype(info.num_experts))], {**_TYPES, **_KEPT_TYPES}
@@ -330,11 +329,13 @@ def _check_shapes(entries: Mapping[str, Entry], info: StoreInfo, where: str) -> 
         wanted = ids if name == "routes" else types[name]
         shape = shapes.get(name, entry.shape)
         if entry.dtype != wanted or entry.shape != shape:
-            one_row = ": one row for every token of a rollout but its last"
+            why = ": pairs have an even length" if name in PAIRS else ""
+            if name in ("routes", "recorded"):
+                why = ": one row for every token of a rollout but its last"
             raise StoreError(
                 f"{where}: {name} is {entry.dtype} {entry.shape}; {num_rollouts} rollouts with "
                 f"{num_tokens} tokens and {info.num_experts} experts need {wanted} "
-                f"{shape}{one_row if name in ('routes', 'recorded') else ''}"
+                f"{shape}{why}"
             )
 
 

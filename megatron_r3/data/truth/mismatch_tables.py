@@ -14,7 +14,7 @@ import numpy as np
 from megatron_r3.data.truth.compared import NO_TURN, Compared
 from megatron_r3.data.truth.limit import NONE, Share
 
-# Positions are counted in bins whose widths double: 0 to 7, 8 to 15, 16 to 31, 32 to 63, ...
+# Positions are counted in bins that begin at 0, 8, 16, 32, 64, ...
 _EDGES = 8 << np.arange(40, dtype=np.int64)
 MOST_POSITIONS = len(_EDGES) + 1
 MOST_TURNS = 5  # turn 1, 2, 3 and 4, and all later turns together

@@ -93,7 +93,7 @@ def test_what_sglang_is_asked():
         "stream": False,
     }
     for content in ("text", [{"role": "user", "content": "hi"}]):
-        with pytest.raises(PromptError, match="line 1: SGLang's /generate returns no token ids"):
+        with pytest.raises(PromptError, match="line 1: with SGLang's /generate a prompt is"):
             build_request("sglang", Prompt("line 1", 0, content, {}), Sampling(8), None, "")
 
 

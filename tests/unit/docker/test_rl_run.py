@@ -142,7 +142,7 @@ def refused(rl_run, volume, *words, **more):
 
 
 def test_a_run_refuses_a_folder_that_is_more_than_its_own(rl_run, tmp_path):
-    words = ("is a home folder, or has one in it", "name a folder for this run alone")
+    words = ("is your home folder, or contains it", "name a folder for this run alone")
     refused(rl_run, tmp_path / "home", *words)
     refused(rl_run, tmp_path, *words)
     # what passwd says; a stand-in, so that no real home is ever given to the script

@@ -109,7 +109,7 @@ def test_one_expert_of_many_may_be_expert_zero(two):
         ("logprobs", {"token_logprobs": [None] * 10}, "has no log-prob"),
         ("logprobs", {"token_logprobs": [-1.0] * 9 + [float("nan")]}, "token 21 is .*not finite"),
         ("prompt_token_ids", [1, 2, 3], "not the prompt of the request"),
-        ("index", 0, r"choices \[0, 0\]"),
+        ("index", 0, r"indices \[0, 0\]"),
         ("routed_experts", None, "--enable-return-routed-experts"),
     ],
 )
