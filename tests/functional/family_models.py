@@ -91,6 +91,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v3",
         {**_DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1},
     ),
+    "glm4_moe_lite": (
+        "glm4_moe_lite",
+        {
+            **{k: v for k, v in _DEEPSEEK.items() if k != "first_k_dense_replace"},
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+        },
+    ),
     "glm4_moe": ("glm4_moe", {**_GLM, "use_qk_norm": True, "attention_bias": True}),
     "glm4_moe without norms": ("glm4_moe", _GLM),
     "gpt_oss": (

@@ -78,6 +78,9 @@ SERVED = {
     "mixtral": Served({"intermediate_size": 64, "num_local_experts": 16, "head_dim": 32}),
     "deepseek_v3": Served(_DEEPSEEK, PLAIN_OPERATIONS),
     "deepseek_v3 yarn": Served({**_DEEPSEEK, "rope_parameters": _YARN}, PLAIN_OPERATIONS),
+    "glm4_moe_lite": Served(
+        {**_DEEPSEEK, "mlp_layer_types": ["dense"] + ["sparse"] * 3}, PLAIN_OPERATIONS
+    ),
     "glm4_moe": Served(
         {
             **_SIGMOID,

@@ -70,8 +70,10 @@ def test_a_model_computes_the_same_and_comes_back(
     again = compute(load(out))
     assert torch.equal(again.logits, theirs.logits)
     written = json.loads((out / "config.json").read_text())
-    assert FAMILIES[MODELS[name][0]].arguments(written)
-    assert ENGINES_READ.get(MODELS[name][0], {}).items() <= written.items()
+    # without a directory that names it, GLM-4.7-Flash is a DeepSeek-V3, which computes the same
+    model_type = "deepseek_v3" if name == "glm4_moe_lite" else MODELS[name][0]
+    assert FAMILIES[model_type].arguments(written)
+    assert ENGINES_READ.get(model_type, {}).items() <= written.items()
     # transformers keeps the correction bias in float32, whatever the other weights are
     for key, tensor in tensors_of(tmp_path / "bfloat16").items():
         kept = key.endswith("e_score_correction_bias")

@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from family_models import move
 from once import Once
 from published import probe_from
 from served_families import SERVED, flipped, kinds_of, make, swap_experts
+from transformers import AutoConfig
 
 from demo import vllm_server
 from demo.server_process import run_server
@@ -34,6 +36,7 @@ from megatron_r3.loop.probe import Probe, abs_dlogp, same_experts
 from megatron_r3.loop.published import PublishedPolicy, version_name
 from megatron_r3.loop.push import Pusher
 from megatron_r3.loop.push_floor import PushFloor
+from megatron_r3.weights.families import FAMILIES
 from proof.fidelity.rig.worker import TreeWorker
 
 # How much further from float32 vLLM may be than transformers in bfloat16 is. A probe has 256
@@ -107,6 +110,9 @@ def computed(build: Path, patched: TreeWorker, once: Once) -> Any:
         def through_megatron(folder: Path) -> None:
             make(name, folder / "made")
             patched.run(move, 1, folder / "made", folder / "float32", timeout_s=120)
+            if FAMILIES[name.split()[0]].by_name:  # written as the family of its Megatron model
+                config = AutoConfig.from_pretrained(folder / "made", dtype=torch.bfloat16)
+                config.save_pretrained(folder / "bfloat16")
 
         return Computed.of(once(f"served {name}", through_megatron) / "bfloat16")
 

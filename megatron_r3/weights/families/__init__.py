@@ -47,7 +47,8 @@ def family_of(config: Any, settings: ModelSettings) -> TableFamily:
     for family in FAMILIES.values():
         try:
             family.check(config, settings)
-            found.append(family)
+            if not family.by_name:
+                found.append(family)
         except OtherFamilyError as error:
             reasons.append(error)
     if not found:

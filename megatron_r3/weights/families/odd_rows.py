@@ -21,7 +21,9 @@ from megatron_r3.weights.family import ModelSettings
 # -- which layers have experts
 
 # the name of these rows in messages: all fields that can say which layers have experts
-MOE_LAYERS = "mlp_only_layers, decoder_sparse_step, first_k_dense_replace or moe_layer_freq"
+MOE_LAYERS = (
+    "mlp_only_layers, decoder_sparse_step, first_k_dense_replace, moe_layer_freq or mlp_layer_types"
+)
 
 
 def _moe_layers(theirs: Fields, done: Fields) -> tuple[int, ...]:
@@ -43,7 +45,7 @@ def _dense(config: Any) -> list[int]:
     return sorted({*range(config.num_layers)} - {*moe_layer_indices(config)})
 
 
-# three ways in which a config.json says which layers have experts
+# four ways in which a config.json says which layers have experts
 EVERY_LAYER = Row(
     MOE_LAYERS,
     _moe_layers,
@@ -72,6 +74,16 @@ LATER_LAYERS = replace(
             "experts in all layers behind the first dense ones",
         )
     ],
+)
+
+# transformers reads the names, vLLM the number of dense layers
+NAMED_LAYERS = replace(
+    LATER_LAYERS,
+    write=lambda config, settings, made: {
+        "first_k_dense_replace": (dense := len(_dense(config))),
+        "mlp_layer_types": ["dense"] * dense + ["sparse"] * (config.num_layers - dense),
+    },
+    names=(*LATER_LAYERS.names, "mlp_layer_types"),
 )
 
 # -- shared experts, which every token goes to: Megatron has them as one MLP of their joint size

@@ -7,6 +7,8 @@ tensors, `tensors.py`.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron_r3.weights.families.field_rows import (
     Fields,
     Row,
@@ -22,6 +24,7 @@ from megatron_r3.weights.families.odd_rows import (
     GROUPS,
     LATENT_ROPE,
     LATER_LAYERS,
+    NAMED_LAYERS,
     QUICK_GELU,
     SHARED_EXPERTS,
     SOME_LAYERS,
@@ -211,6 +214,21 @@ mlp.experts.experts.linear_fc2.bias           mlp.experts.down_proj_bias     sta
 
 # -- the families
 
+# The two norms inside of MLA have the epsilon 1e-6 in transformers, whatever `rms_norm_eps` is;
+# in Megatron all norms have the same one.
+DEEPSEEK_V3 = TableFamily(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    rows=(*COMMON, *LATENT, *SIGMOID, *SIGMOID_SAID),
+    # Megatron's attention asks for --kv-channels; MLA then uses its own sizes
+    flags=f"{PLAIN_FLAGS} {SIGMOID_FLAGS} --multi-latent-attention --qk-layernorm"
+    " --kv-channels {v_head_dim}",
+    config={**SIGMOID_CONFIG, "multi_latent_attention": True, "qk_layernorm": True},
+    layer=LATENT_ATTENTION,
+    dense=DENSE,
+    sparse=BIASED,
+    predicts=True,
+)
 FAMILIES = (
     TableFamily(
         "qwen3_moe",
@@ -248,20 +266,14 @@ FAMILIES = (
         layer=ATTENTION,
         sparse=MIXTRAL,
     ),
-    # The two norms inside of MLA have the epsilon 1e-6 in transformers, whatever `rms_norm_eps` is;
-    # in Megatron all norms have the same one.
-    TableFamily(
-        "deepseek_v3",
-        "DeepseekV3ForCausalLM",
-        rows=(*COMMON, *LATENT, *SIGMOID, *SIGMOID_SAID),
-        # Megatron's attention asks for --kv-channels; MLA then uses its own sizes
-        flags=f"{PLAIN_FLAGS} {SIGMOID_FLAGS} --multi-latent-attention --qk-layernorm"
-        " --kv-channels {v_head_dim}",
-        config={**SIGMOID_CONFIG, "multi_latent_attention": True, "qk_layernorm": True},
-        layer=LATENT_ATTENTION,
-        dense=DENSE,
-        sparse=BIASED,
-        predicts=True,
+    DEEPSEEK_V3,
+    # GLM-4.7-Flash: DeepSeek-V3 with fields of its own for the dense layers
+    replace(
+        DEEPSEEK_V3,
+        model_type="glm4_moe_lite",
+        architecture="Glm4MoeLiteForCausalLM",
+        rows=(*COMMON, *LATENT, *SIGMOID, NAMED_LAYERS),
+        by_name=True,
     ),
     # of the GLM-4.5 models some have norms of queries and keys, and some have none
     TableFamily(

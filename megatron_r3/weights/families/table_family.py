@@ -86,6 +86,8 @@ class TableFamily:
         layer: the tensors of every layer, without those of its MLP.
         sparse, dense: the tensors of an MLP with experts, and of one without.
         predicts: whether layers for prediction (MTP) may follow the last layer.
+        by_name: whether another family has the same Megatron models, so that only a config.json
+            can name this one.
     """
 
     model_type: str
@@ -98,6 +100,7 @@ class TableFamily:
     config: Fields = field(default_factory=dict)
     settings: Fields = field(default_factory=dict)
     predicts: bool = False
+    by_name: bool = False
 
     def __post_init__(self) -> None:
         """Keep the last row of each name."""

@@ -42,6 +42,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"num_experts": 8, "shared_expert_intermediate_size": 48},
     "mixtral": {"num_local_experts": 8, "moe_intermediate_size": "missing"},
     "deepseek_v3": {**SIGMOID, **LATENT},
+    "glm4_moe_lite": {**SIGMOID, **LATENT},
     "glm4_moe": SIGMOID,
     "gpt_oss": {
         "num_local_experts": 8,
@@ -177,6 +178,7 @@ def test_a_field_of_one_family(family: str, fields: dict[str, Any], words: str) 
 REAL = dict.fromkeys(FAMILIES, "rope_theta rope_scaling torch_dtype quantization_config")
 REAL["deepseek_v3"] += " auto_map ep_size aux_loss_alpha seq_aux moe_layer_freq pretraining_tp"
 REAL["deepseek_v3"] += " scoring_func topk_method num_nextn_predict_layers"
+REAL["glm4_moe_lite"] += " first_k_dense_replace topk_method num_nextn_predict_layers"
 REAL["gpt_oss"] += " experts_per_token initial_context_length"
 
 
