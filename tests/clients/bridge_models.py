@@ -102,7 +102,7 @@ def build(
     return chunks
 
 
-def _local_layers(config: Any, vp_stage: int | None = None, **others: Any) -> Any:
+def local_layers(config: Any, vp_stage: int | None = None, **others: Any) -> Any:
     """Megatron's own layers, in the place of Transformer Engine's."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
@@ -115,7 +115,7 @@ def _of_mbridge(options: dict[str, Any], wrapped: bool) -> list[Any]:
 
     # LLMBridge._get_transformer_layer_spec asks for Transformer Engine's layers in any case. It
     # reads the arguments of this function, so that their names count.
-    llm_bridge.get_gpt_decoder_block_spec = _local_layers
+    llm_bridge.get_gpt_decoder_block_spec = local_layers
     hf_config = qwen3_moe()
     # transformers 5 has this number in rope_parameters; mbridge reads the name of transformers 4
     hf_config.rope_theta = hf_config.rope_parameters["rope_theta"]
@@ -138,7 +138,7 @@ def _of_megatron_bridge(
     from megatron.core.distributed import DistributedDataParallelConfig
 
     provider = AutoBridge.from_hf_config(qwen3_moe()).to_megatron_provider(load_weights=False)
-    provider.transformer_layer_spec = _local_layers
+    provider.transformer_layer_spec = local_layers
     for name, value in options.items():
         setattr(provider, name, value)
     provider.finalize()
