@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_r3.data.untrusted import read_json
 from megatron_r3.replay.words import one_line, quoted
 from megatron_r3.weights.all_ranks import my_rank, on_first_rank, together
+from megatron_r3.weights.fp8 import SCALE, block_of, dequantized
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -41,6 +42,7 @@ class Reading(ExitStack):
     def __init__(self, directory: Path) -> None:
         super().__init__()
         self.directory = directory
+        self._block = block_of(read_config(directory))
         self._of: dict[str, Any] = {}  # the open file of each tensor
         with ExitStack() as opened:  # closes all files if one is refused
             for path in _files_of(directory):
@@ -59,16 +61,27 @@ class Reading(ExitStack):
 
     @property
     def names(self) -> set[str]:
-        """The names of all tensors."""
-        return set(self._of)
+        """The names of all tensors, without the scales of fp8."""
+        return {name for name in self._of if not self._is_scale(name)}
+
+    def _is_scale(self, name: str) -> bool:
+        of = name.removesuffix(SCALE)
+        return self._block is not None and of != name and of in self._of
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor, on the host.
+        """A tensor, on the host; one in fp8 with its scales, in float32.
 
         Raises:
-            ValueError: its dtype is none of bfloat16, float16 and float32.
+            ValueError: its dtype is none of bfloat16, float16 and float32, or its scales do not
+                fit.
         """
         tensor = self._of[name].get_tensor(name)
+        if self._block and tensor.dtype == torch.float8_e4m3fn and name + SCALE in self._of:
+            scale = self._of[name + SCALE].get_tensor(name + SCALE)
+            try:
+                return dequantized(tensor, scale, self._block)
+            except ValueError as error:
+                raise ValueError(f"{self.directory}: {name}: {error}") from error
         if tensor.dtype not in _DTYPES:
             raise ValueError(
                 f"{self.directory}: {name} is {tensor.dtype}; expected one of {_DTYPES}"
@@ -203,8 +216,14 @@ def write_json(file: Path, value: object) -> None:
 
 
 def copy_beside_weights(source: Path, target: Path) -> None:
-    """Copy config.json, generation_config.json and the tokenizer's files, but no weights."""
+    """Copy config.json, generation_config.json and the tokenizer's files, but no weights.
+
+    A copy of config.json does not say that weights are in fp8, because none is written so.
+    """
     for pattern in (CONFIG, *_BESIDE_WEIGHTS):
         for file in sorted(source.glob(pattern)):
             if file.is_file():
                 shutil.copyfile(file, target / file.name)
+    if block_of(config := read_config(source)):
+        del config["quantization_config"]
+        write_json(target / CONFIG, config)

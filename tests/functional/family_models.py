@@ -225,6 +225,7 @@ def move(rank: int, folder: Path, out: Path, more: tuple[str, ...] = ()) -> Comp
     computed = compute_in_megatron(models)
     write_policy(models, out, dtype=torch.float32, vocab_size=args.vocab_size)
     write_policy(models, out.with_name("bfloat16"), vocab_size=args.vocab_size)
+    write_policy(models, out.with_name("like"), like=folder, vocab_size=args.vocab_size)
     return computed
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from family_models import MODELS, Computed, checks, compute, load, make, move, refusals
 from once import Once
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from megatron_r3.weights.families import FAMILIES
 from proof.fidelity.rig.rank_process import RankError
@@ -132,6 +132,51 @@ def test_latent_attention_without_q_lora(
     (ours,) = patched.run(move, 1, folder, out, timeout_s=120)
     is_same(ours, compute(load(folder)))
     comes_back(folder, out)
+
+
+def in_fp8(folder: Path, to: Path) -> dict[str, torch.Tensor]:
+    """A copy whose matrices are in fp8, in blocks of 16 x 10; what the copy then describes."""
+    made, described = {}, {}
+    for name, tensor in tensors_of(folder).items():
+        made[name] = described[name] = tensor
+        if not name.endswith("_proj.weight"):
+            continue
+        values, scales = torch.empty_like(tensor), []
+        for rows in tensor.split(16, 0):
+            scales.append([float(block.abs().max() / 448) for block in rows.split(10, 1)])
+        for i, rows in enumerate(tensor.split(16, 0)):
+            for j, block in enumerate(rows.split(10, 1)):
+                eighth = (block / scales[i][j]).to(torch.float8_e4m3fn)
+                values[i * 16 : i * 16 + 16, j * 10 : j * 10 + 10] = eighth.float()
+        made[name] = values.to(torch.float8_e4m3fn)
+        made[f"{name}_scale_inv"] = scale = torch.tensor(scales)
+        described[name] = (
+            values * torch.kron(scale, torch.ones(16, 10))[: tensor.shape[0], : tensor.shape[1]]
+        )
+    to.mkdir()
+    save_file(made, to / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [16, 10]}
+    (to / "config.json").write_text(json.dumps(config))
+    return described
+
+
+def test_a_directory_in_fp8(patched: TreeWorker, directory: Any, tmp_path: Path) -> None:
+    described = in_fp8(directory("deepseek_v3"), tmp_path / "fp8")
+    out = tmp_path / "out"
+    patched.run(move, 1, tmp_path / "fp8", out, timeout_s=120)
+    plain, got = tensors_of(directory("deepseek_v3")), tensors_of(out)
+    assert got.keys() == described.keys()
+    for name, tensor in described.items():
+        assert torch.equal(got[name], tensor), name
+        # the control: rounding to fp8 shows, so these are not the weights from before
+        assert torch.equal(plain[name], tensor) != name.endswith("_proj.weight"), name
+    config = tmp_path / "fp8" / "config.json"
+    config.write_text(config.read_text().replace("[16, 10]", "[16, 16]"))
+    with pytest.raises(RankError, match=r"fp8: model.*_proj.weight: scales \(.*\) for .* in"):
+        patched.run(move, 1, tmp_path / "fp8", tmp_path / "wrong" / "out", timeout_s=120)
+    copied = json.loads((tmp_path / "like" / "config.json").read_text())
+    assert "quantization_config" not in copied
 
 
 def changed_copy(folder: Path, to: Path, **fields: Any) -> Path:

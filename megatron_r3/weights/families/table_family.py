@@ -21,6 +21,7 @@ from megatron_r3.weights.family import (
     ModelSettings,
     follows_last_layer,
 )
+from megatron_r3.weights.fp8 import block_of
 from megatron_r3.weights.known import (
     BALANCING,
     CONFIG_CHANGES_NOTHING,
@@ -189,10 +190,10 @@ class TableFamily:
         """
         if (named := hf_config.get("model_type")) != self.model_type:
             raise ValueError(f"model_type is {quoted(named)}; expected {self.model_type}")
-        if hf_config.get("quantization_config"):
+        if hf_config.get("quantization_config") and not block_of(hf_config):
             raise ValueError(
-                "it has quantization_config; only weights in 16 or 32 bits can be moved: take a "
-                "directory of the model without it"
+                "it has quantization_config; only weights in 16 or 32 bits, or in fp8 with "
+                "weight_block_size, can be moved: take such a directory of the model"
             )
         rope = rope_of(hf_config)
         self._refuse_unknown(hf_config, rope)

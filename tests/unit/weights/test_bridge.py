@@ -157,6 +157,7 @@ def test_an_error_of_a_bridge_names_it() -> None:
 def test_the_shapes_of_a_directory(tmp_path: Path) -> None:
     assert shapes_of(tmp_path) == {}
     save_file({"a": torch.ones(3, 2)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
     assert shapes_of(tmp_path) == {"a": (3, 2)}
 
 

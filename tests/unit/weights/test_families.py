@@ -223,6 +223,14 @@ def test_a_family_that_is_refused_by_its_name() -> None:
         family_named(["mixtral"], "x")
 
 
+def test_fp8_by_blocks_is_taken() -> None:
+    fp8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    assert arguments("deepseek_v3", quantization_config=fp8) == arguments("deepseek_v3")
+    for block in (None, [128], [128, 0], [128, True], "128"):
+        with pytest.raises(ValueError, match="or in fp8 with weight_block_size"):
+            arguments("deepseek_v3", quantization_config={**fp8, "weight_block_size": block})
+
+
 def test_layers_for_prediction_are_left_out() -> None:
     """DeepSeek-V3's directory has a layer 61 behind its 61 layers."""
     megatron = type("Config", (), {"num_layers": 61})
