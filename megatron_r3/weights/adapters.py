@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_r3.replay.layers import unwrapped
 from megatron_r3.weights.all_ranks import everyones
 from megatron_r3.weights.gather import Dtypes, Plan
 from megatron_r3.weights.pieces import ADAPTER, Place
@@ -64,7 +63,7 @@ def adapters_of(models: Sequence[torch.nn.Module], plan: Plan) -> Adapters:
     Raises:
         ValueError: adapters differ in alpha, or are switched off. The same on every rank.
     """
-    modules: list[Any] = [module for model in models for module in unwrapped(model).modules()]
+    modules: list[Any] = [module for model in models for module in model.modules()]
     mine = {
         (float(module.adapter.alpha), bool(module._adapter_enabled))
         for module in modules
