@@ -39,16 +39,15 @@ def add_balance(
     add("--least-tokens", type=number(int, 1), default=1024, metavar="N",
         help="fewest tokens of a guest (default: 1024)")  # fmt: skip
     add("--layers", action="store_true", help="show every layer")
-    add("--plot", type=Path, metavar="FILE", help="draw the table as PNG, SVG or PDF")
     add("--json", action="store_true", help="print all numbers as JSON")
 
 
 def run_skew(args: argparse.Namespace) -> int:
-    """Print the table, or with --json the numbers; with --plot draw the table too."""
+    """Print the table, or with --json the numbers."""
     import json
 
     from megatron_r3.balance.skew import SkewPlan, measure_skew
-    from megatron_r3.balance.skew_text import draw_skew, skew_heading, skew_table
+    from megatron_r3.balance.skew_text import skew_heading, skew_table
     from megatron_r3.data.store import RolloutStore
 
     plan = SkewPlan(
@@ -62,8 +61,6 @@ def run_skew(args: argparse.Namespace) -> int:
         least_tokens=args.least_tokens,
     )
     numbers = measure_skew(RolloutStore(args.stores, mixed_policies=True), plan)
-    if args.plot is not None:
-        draw_skew(numbers, args.plot)
     if args.json:
         print(json.dumps(numbers))
     else:

@@ -1,8 +1,7 @@
-"""The numbers of `megatron_r3.balance.skew` as a table and as a picture."""
+"""The numbers of `megatron_r3.balance.skew` as a table."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from megatron_r3.balance.skew import ORDERS
@@ -61,39 +60,3 @@ def skew_heading(numbers: dict[str, Any]) -> str:
         f"{numbers['micro_batch_size']} rollout(s) {holders}; guests of {numbers['least_tokens']} "
         f"tokens or more{domain}"
     )
-
-
-def draw_skew(numbers: dict[str, Any], path: Path) -> None:
-    """Draw the table with a group of bars for each size. The suffix of `path` chooses the format.
-
-    Raises:
-        ValueError: matplotlib is not installed, or the file cannot be written.
-    """
-    try:
-        from matplotlib.figure import Figure  # not pyplot, which may ask for a screen
-    except ImportError as error:
-        raise ValueError(
-            "--plot draws with matplotlib, which is not installed: pip install matplotlib"
-        ) from error
-    sizes = numbers["sizes"]
-    slots = [*sizes[0]["store"]]
-    bars = [(order, s) for s in slots for order in ORDERS]
-    figure = Figure(figsize=(2 + 0.32 * len(bars) * len(sizes), 3.6), layout="constrained")
-    axes = figure.subplots()
-    width = 0.8 / len(bars)
-    for index, (order, s) in enumerate(bars):
-        label = _WORDS[order] + ("" if s == "0" else f", {s} guest slot{'s' if s != '1' else ''}")
-        places = [place + (index - (len(bars) - 1) / 2) * width for place in range(len(sizes))]
-        heights = [size[order][s]["all"] - 1 for size in sizes]
-        colour = f"C{slots.index(s) % 10}"
-        alpha = 1.0 if order == "store" else 0.5
-        axes.bar(places, heights, width, bottom=1, label=label, color=colour, alpha=alpha)
-    axes.set_xticks(range(len(sizes)), [str(size["ep"]) for size in sizes])
-    axes.set_xlabel("ranks that share the experts")
-    axes.set_ylabel("busiest rank's load / mean load")
-    axes.axhline(1, color="black", linewidth=0.8)
-    axes.legend(frameon=False, fontsize=8)
-    try:
-        figure.savefig(path, dpi=130)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--plot {path}: cannot be written ({error})") from error
