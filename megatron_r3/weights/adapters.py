@@ -2,8 +2,7 @@
 
 The adapter of a linear layer `W [out, in]` has `linear_in [r, in]` and `linear_out [out, r]`; the
 layer computes what `W + alpha / r * linear_out @ linear_in` would (megatron/bridge/peft/lora.py,
-releases 0.3.1 and 0.6.0). Adapters of other kinds (DoRA, canonical LoRA) have other tensors, and a
-model that has such tensors is refused.
+releases 0.3.1 and 0.6.0). A model that has other tensors of adapters, as DoRA's, is refused.
 """
 
 from __future__ import annotations
@@ -65,9 +64,9 @@ def adapters_of(models: Sequence[torch.nn.Module], plan: Plan) -> Adapters:
     """
     modules: list[Any] = [module for model in models for module in model.modules()]
     mine = {
-        (float(module.adapter.alpha), bool(module._adapter_enabled))
+        (float(module.adapter.alpha), bool(getattr(module, "_adapter_enabled", True)))
         for module in modules
-        if hasattr(module, "to_wrap") and hasattr(module.adapter, "alpha")
+        if hasattr(module, "to_wrap") and hasattr(getattr(module, "adapter", None), "alpha")
     }
     found = sorted({kind for of_rank in everyones(mine) for kind in of_rank})
     if any(not enabled for _, enabled in found):
@@ -75,9 +74,11 @@ def adapters_of(models: Sequence[torch.nn.Module], plan: Plan) -> Adapters:
     if len(found) > 1:
         alphas = [alpha for alpha, _ in found]
         raise ValueError(f"the model's LoRA adapters have the alphas {alphas}; give all the same")
+    if not found:  # tensors that look like adapters are then refused, as any that have no place
+        return Adapters(0.0, {})
     parts = {place: _parts(place) for place in plan}
-    alpha = found[0][0] if found else 0.0
-    return Adapters(alpha, {place: both for place, both in parts.items() if plan.keys() >= {*both}})
+    held = {place: both for place, both in parts.items() if plan.keys() >= {*both}}
+    return Adapters(found[0][0], held)
 
 
 def _parts(weight: Place) -> tuple[Place, Place]:

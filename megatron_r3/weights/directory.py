@@ -76,7 +76,7 @@ class Reading(ExitStack):
                 fit.
         """
         tensor = self._of[name].get_tensor(name)
-        if self._block and tensor.dtype == torch.float8_e4m3fn and name + SCALE in self._of:
+        if self._block and name + SCALE in self._of:
             scale = self._of[name + SCALE].get_tensor(name + SCALE)
             try:
                 return dequantized(tensor, scale, self._block)

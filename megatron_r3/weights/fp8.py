@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 SCALE = "_scale_inv"
@@ -36,9 +37,11 @@ def dequantized(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor
         scale: a number for each block.
 
     Raises:
-        ValueError: the scales do not fit the matrix.
+        ValueError: the types or shapes do not fit; e.g. scales that are exponents in uint8.
     """
     blocks = tuple(-(-size // of) for size, of in zip(weight.shape, block, strict=False))
+    if weight.dtype != torch.float8_e4m3fn or not scale.is_floating_point():
+        raise ValueError(f"scales in {scale.dtype} for {weight.dtype}; expected float8_e4m3fn")
     if weight.dim() != 2 or tuple(scale.shape) != blocks:
         raise ValueError(f"scales {tuple(scale.shape)} for {tuple(weight.shape)} in {block}")
     rows, columns = weight.shape

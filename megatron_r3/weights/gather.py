@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_r3.weights.all_ranks import everyones, my_rank, receive, send
-from megatron_r3.weights.pieces import Piece, Place
+from megatron_r3.weights.pieces import ADAPTER, Piece, Place
 
 Dtypes = Mapping[Place, torch.dtype]
 
@@ -64,10 +64,13 @@ def plan_of(pieces: Sequence[Piece]) -> Plan:
             whole = plan.setdefault(place, Whole(shape))
             if whole.shape != shape:
                 raise ValueError(f"{place} is {shape} on rank {rank}, {whole.shape} elsewhere")
-            if all(offset != earlier.offset for earlier in whole.parts):
+            # of an adapter every rank that has a part gives it; the first one writes it
+            if ADAPTER not in place.key or all(offset != one.offset for one in whole.parts):
                 whole.parts.append(Part(rank, offset, part))
     for place, whole in plan.items():
-        if sum(math.prod(part.shape) for part in whole.parts) != math.prod(whole.shape):
+        held = sum(math.prod(part.shape) for part in whole.parts)
+        offsets = {part.offset for part in whole.parts}
+        if held != math.prod(whole.shape) or len(offsets) != len(whole.parts):
             raise ValueError(
                 f"the ranks' parts of {place} do not make a tensor of {whole.shape}: {whole.parts}"
             )

@@ -47,4 +47,6 @@ def test_a_model_without_adapters() -> None:
     adapters = adapters_of([torch.nn.Linear(2, 2)], {OTHER: Whole(SHAPES[OTHER])})
     dtypes = {OTHER: torch.bfloat16}
     assert adapters.parts == {}
+    lookalike: Plan = {place: Whole(shape) for place, shape in SHAPES.items()}
+    assert adapters_of([torch.nn.Linear(2, 2)], lookalike).parts == {}  # and so refused
     assert adapters.beside(dtypes) == dtypes

@@ -28,6 +28,15 @@ def test_scales_that_do_not_fit(shape: tuple[int, ...]) -> None:
         dequantized(weight, torch.ones(shape), BLOCK)
 
 
+def test_types_that_do_not_fit() -> None:
+    weight, scale = torch.zeros(10, 7), torch.ones(3, 3)
+    with pytest.raises(ValueError, match=r"for torch.float32; expected float8_e4m3fn"):
+        dequantized(weight, scale, BLOCK)
+    eighths = weight.to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=r"scales in torch.uint8 for"):  # exponents: 127 is 1.0
+        dequantized(eighths, scale.to(torch.uint8), BLOCK)
+
+
 def test_which_config_has_blocks() -> None:
     fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     assert block_of({"quantization_config": fp8}) == (128, 128)
