@@ -41,9 +41,14 @@ def dequantized(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor
     """
     blocks = tuple(-(-size // of) for size, of in zip(weight.shape, block, strict=False))
     if weight.dtype != torch.float8_e4m3fn or not scale.is_floating_point():
-        raise ValueError(f"scales in {scale.dtype} for {weight.dtype}; expected float8_e4m3fn")
+        raise ValueError(
+            f"{weight.dtype} with scales in {scale.dtype}; expected float8_e4m3fn with float scales"
+        )
     if weight.dim() != 2 or tuple(scale.shape) != blocks:
-        raise ValueError(f"scales {tuple(scale.shape)} for {tuple(weight.shape)} in {block}")
+        raise ValueError(
+            f"scales {tuple(scale.shape)} for {tuple(weight.shape)} in blocks of {block}; expected "
+            f"scales {blocks}"
+        )
     rows, columns = weight.shape
     each = scale.float().repeat_interleave(block[0], 0)[:rows]
     return weight.float() * each.repeat_interleave(block[1], 1)[:, :columns]

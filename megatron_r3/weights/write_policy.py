@@ -83,7 +83,8 @@ def write_policy(
 
     The first file has the embedding, each layer has a file, the last file has what is left. A
     layer is gathered and written by the first rank that holds a part of it. A rank needs memory for
-    its part of the model, and for the largest layer that it writes.
+    its part of the model, and for the largest layer that it writes. LoRA adapters are added to the
+    weights (adapters.py).
 
     Args:
         models: this rank's model chunks, in Megatron's wrappers or without.

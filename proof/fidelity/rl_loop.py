@@ -158,7 +158,7 @@ class Seen:
     """What one rank saw of a training.
 
     Attributes:
-        losses: what each step reported, by name; on ranks without the last stage nothing.
+        losses: what each step reported, by name; an empty dict on a rank without the last stage.
         pieces: this rank's pieces of the gradients of each step.
         dispatched: for each pass, what the witness counted: pairs that arrived, and all pairs.
         logprobs: the results of the old-policy and reference passes, in their order.

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from bridge_models import local_layers
+from bridge_models import local_layers, qwen3_moe
 from replay_layouts import EXPERTS, LAYERS, TOPK, fill
 from tiny import SEQUENCE, VOCABULARY, start
 
@@ -59,34 +59,23 @@ class _Only(StandIns):
 
 def _tiny(name: str) -> Any:
     """A config of transformers for the model of a recipe."""
-    from transformers import DeepseekV3Config, Qwen3MoeConfig
+    from transformers import DeepseekV3Config
 
-    sizes = {
-        "vocab_size": VOCABULARY,
-        "num_hidden_layers": LAYERS,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "moe_intermediate_size": 16,
-        "num_attention_heads": 4,
-        "num_experts_per_tok": TOPK,
-        "max_position_embeddings": SEQUENCE,
-        "tie_word_embeddings": False,
-    }
     if "Qwen" in name:
-        return Qwen3MoeConfig(
-            architectures=["Qwen3MoeForCausalLM"],
-            **sizes,
-            num_key_value_heads=4,
-            head_dim=8,
-            num_experts=EXPERTS,
-            norm_topk_prob=True,
-            rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
-        )
+        return qwen3_moe()
     yarn = {"rope_theta": 10000, "rope_type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1}
     yarn |= {"original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0}
     return DeepseekV3Config(
         architectures=["DeepseekV3ForCausalLM"],
-        **sizes,
+        vocab_size=VOCABULARY,
+        num_hidden_layers=LAYERS,
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=16,
+        num_attention_heads=4,
+        num_experts_per_tok=TOPK,
+        max_position_embeddings=SEQUENCE,
+        tie_word_embeddings=False,
         num_key_value_heads=4,
         n_routed_experts=EXPERTS,
         n_shared_experts=1,

@@ -5,6 +5,7 @@ Shape suffixes (docs/glossary.md): B, S, E.
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -141,18 +142,15 @@ def in_fp8(folder: Path, to: Path) -> dict[str, torch.Tensor]:
         made[name] = described[name] = tensor
         if not name.endswith("_proj.weight"):
             continue
-        values, scales = torch.empty_like(tensor), []
-        for rows in tensor.split(16, 0):
-            scales.append([float(block.abs().max() / 448) for block in rows.split(10, 1)])
-        for i, rows in enumerate(tensor.split(16, 0)):
-            for j, block in enumerate(rows.split(10, 1)):
-                eighth = (block / scales[i][j]).to(torch.float8_e4m3fn)
-                values[i * 16 : i * 16 + 16, j * 10 : j * 10 + 10] = eighth.float()
-        made[name] = values.to(torch.float8_e4m3fn)
-        made[f"{name}_scale_inv"] = scale = torch.tensor(scales)
-        described[name] = (
-            values * torch.kron(scale, torch.ones(16, 10))[: tensor.shape[0], : tensor.shape[1]]
-        )
+        eighths = torch.empty_like(tensor, dtype=torch.float8_e4m3fn)
+        scale = torch.empty(-(-tensor.shape[0] // 16), -(-tensor.shape[1] // 10))
+        described[name] = torch.empty_like(tensor)
+        for i, j in itertools.product(*map(range, scale.shape)):
+            at = slice(16 * i, 16 * i + 16), slice(10 * j, 10 * j + 10)
+            scale[i, j] = tensor[at].abs().max() / 448
+            eighths[at] = (tensor[at] / scale[i, j]).to(torch.float8_e4m3fn)
+            described[name][at] = eighths[at].float() * scale[i, j]
+        made |= {name: eighths, f"{name}_scale_inv": scale}
     to.mkdir()
     save_file(made, to / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())

@@ -76,7 +76,7 @@ LATER_LAYERS = replace(
     ],
 )
 
-# transformers reads the names, vLLM the number of dense layers
+# transformers reads `mlp_layer_types`, vLLM `first_k_dense_replace`
 NAMED_LAYERS = replace(
     LATER_LAYERS,
     write=lambda config, settings, made: {

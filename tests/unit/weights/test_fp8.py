@@ -24,16 +24,20 @@ def test_each_value_has_the_scale_of_its_block() -> None:
 @pytest.mark.parametrize("shape", [(3, 2), (2, 3), (9,), (3, 3, 1)])
 def test_scales_that_do_not_fit(shape: tuple[int, ...]) -> None:
     weight = torch.zeros(10, 7).to(torch.float8_e4m3fn)
-    with pytest.raises(ValueError, match=r"scales \(.*\) for \(10, 7\) in \(4, 3\)"):
+    with pytest.raises(
+        ValueError, match=r"scales \(.*\) for \(10, 7\) in blocks of \(4, 3\); expected"
+    ):
         dequantized(weight, torch.ones(shape), BLOCK)
 
 
 def test_types_that_do_not_fit() -> None:
     weight, scale = torch.zeros(10, 7), torch.ones(3, 3)
-    with pytest.raises(ValueError, match=r"for torch.float32; expected float8_e4m3fn"):
+    with pytest.raises(ValueError, match=r"torch.float32 with .*; expected float8_e4m3fn with"):
         dequantized(weight, scale, BLOCK)
     eighths = weight.to(torch.float8_e4m3fn)
-    with pytest.raises(ValueError, match=r"scales in torch.uint8 for"):  # exponents: 127 is 1.0
+    with pytest.raises(
+        ValueError, match=r"with scales in torch.uint8; expected"
+    ):  # exponents: 127 is 1.0
         dequantized(eighths, scale.to(torch.uint8), BLOCK)
 
 
