@@ -7,8 +7,8 @@ that holds them (`progress.py` puts them there). The last entry is the store tha
       "shards": [["shard-00000.safetensors", "9b1e...", 128], ...], "old_pass": "1f..."},
      {"directories": ["/data/rollouts/1"], "start": 128, ...}]
 
-`start` is how many samples the training had consumed when it began with that store; `Schedule`
-counts from there.
+An entry has the `reference` policy of the KL term too. `start` is how many samples the training had
+consumed when it began with that store; `Schedule` counts from there.
 """
 
 from __future__ import annotations
@@ -76,6 +76,11 @@ class Ledger:
                     "the checkpoint does not say which rollouts it was trained on: training begins "
                     f"at the first rollout, which is sample {consumed} of the training"
                 )
+        now = self.options.reference
+        before = remembered[-1].get("reference", now) if remembered else now
+        if before != now:
+            changed = f"the reference policy is {now or 'none'}, before it was {before or 'none'}"
+            notice = f"{notice}; {changed}" if notice else changed
         self.entries.append({})
         self.note()
         return notice
@@ -91,6 +96,7 @@ class Ledger:
             "directories": [*index.resolved],
             "start": self.start,
             "order": self.options.sample_order,
+            "reference": self.options.reference,
             "policies": sorted({name for info in index.infos if (name := policy_name(info))}),
             "shards": [*map(list, zip(index.names(), index.identities(), rollouts, strict=True))],
             **({"old_pass": self.old_pass} if self.old_pass else {}),

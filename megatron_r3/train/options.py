@@ -15,11 +15,23 @@ from megatron_r3.replay.layers import hybrid_pattern, moe_layer_indices
 from megatron_r3.replay.planner import PLANNED_DISPATCHERS
 from megatron_r3.replay.routes import MoEShape
 from megatron_r3.train.losses.loss import LossOptions
-from megatron_r3.train.option_table import refuse_options, value
+from megatron_r3.train.option_table import flag, refuse_options, value
 from megatron_r3.train.progress import checkpoint_directories
 from megatron_r3.train.publish_options import PublishOptions
 from megatron_r3.train.schedule import UseOfRollouts
-from megatron_r3.train.update_options import read_loss, read_use, refuse_update
+from megatron_r3.train.update_options import (
+    read_loss,
+    read_use,
+    reference_name,
+    refuse_update,
+)
+
+# Options of Megatron that do not go with a pass of the old policy, and why each is refused
+_NOT_WITH_OLD_PASS = {
+    "reuse_grad_buf_for_mxfp8_param_ag": "the pass comes before Megatron copies the weights into "
+    "that buffer, and would run on gradients",
+    "moe_input_jitter_eps": "its noise would be in the log-probs of the old policy too",
+}
 
 
 def document_multiple(context_parallel: int) -> int:
@@ -71,6 +83,7 @@ class RolloutOptions:
         scaled_loss: whether the loss is scaled (fp16), so that Megatron itself skips steps whose
             gradients are infinite.
         sample_order: what decides which rollouts a sample of the training has, as text.
+        reference: the folder of the reference policy, and its iteration; empty without one.
         reads_a_dataset: whether --data-path or --mock-data is given.
     """
 
@@ -107,6 +120,7 @@ class RolloutOptions:
     validate_loss: bool = True
     scaled_loss: bool = False
     sample_order: str = "single"
+    reference: str = ""
     reads_a_dataset: bool = False
 
     @property
@@ -209,17 +223,18 @@ class RolloutOptions:
             validate_loss=bool(validates and args.check_for_nan_in_loss_and_grad),
             scaled_loss=bool(getattr(args, "fp16", False)),
             sample_order=_sample_order(args),
+            reference=reference_name(args.rollouts_reference),
             reads_a_dataset=bool(
                 getattr(args, "data_path", None) or getattr(args, "mock_data", False)
             ),
         )
-        if options.needs_old_pass and getattr(args, "reuse_grad_buf_for_mxfp8_param_ag", False):
-            raise ValueError(
-                "--reuse-grad-buf-for-mxfp8-param-ag: not together with a pass of the old policy "
-                "(several updates on a collection, and --rollouts-old-policy trainer or "
-                "--moe-router-replay-source old-policy): the pass comes before Megatron copies the "
-                "weights into that buffer, and would run on gradients; leave the option out"
-            )
+        for name, why in _NOT_WITH_OLD_PASS.items():
+            if options.needs_old_pass and getattr(args, name, None):
+                raise ValueError(
+                    f"{flag(name)}: not together with a pass of the old policy (several updates on "
+                    "a collection, and --rollouts-old-policy trainer or "
+                    f"--moe-router-replay-source old-policy): {why}; leave the option out"
+                )
         return options
 
 

@@ -23,6 +23,7 @@ _CLIP = {
     "cispo": Clip(1.0, 0.2),  # no lower bound: arXiv 2506.13585, section 3.1
 }
 _AGGREGATION = {"gspo": "sequence-mean"}  # arXiv 2507.18071, equation 5: all responses weigh alike
+_TRACKER = "latest_checkpointed_iteration.txt"  # Megatron's, in the folder of its checkpoints
 _BOUNDS = {"tis": (0.0, 2.0), "icepop": (0.5, 5.0), "mask": (0.5, 2.0)}
 
 
@@ -124,17 +125,28 @@ def _refuse_log(name: str | None) -> None:
 
 def _refuse_reference(name: str | None, saved: str | None) -> None:
     """Refuse a folder without a policy, or whose newest policy changes while training runs."""
-    tracker = "latest_checkpointed_iteration.txt"
     if name is not None and saved is not None and Path(name).resolve() == Path(saved).resolve():
         raise ValueError(
             f"--rollouts-reference {name}: it is the folder of --save, whose newest checkpoint a "
             "resumed training would take for the reference: give a copy of the first checkpoint"
         )
-    if name is not None and not any((Path(name) / n).is_file() for n in ("config.json", tracker)):
+    if name is not None and not any((Path(name) / n).is_file() for n in ("config.json", _TRACKER)):
         raise ValueError(
             f"--rollouts-reference {name}: it has neither a config.json of transformers nor a "
-            f"{tracker} of Megatron: give the folder that --load or --hf-import takes"
+            f"{_TRACKER} of Megatron: give the folder that --load or --hf-import takes"
         )
+
+
+def reference_name(folder: str | None) -> str:
+    """The folder of a reference policy, and the iteration whose checkpoint is loaded, as text.
+
+    A resume compares this text: "/models/base", or "/run/checkpoints (iteration 200)".
+    """
+    if folder is None:
+        return ""
+    tracker = Path(folder) / _TRACKER
+    iteration = f" (iteration {tracker.read_text().strip()})" if tracker.is_file() else ""
+    return f"{Path(folder).resolve()}{iteration}"
 
 
 def _refuse_shuffle(args: Any) -> None:

@@ -5,6 +5,8 @@ test_policy_update.py has the loss and the gradients.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 from pathlib import Path
 
@@ -97,9 +99,20 @@ def test_a_resumed_training_has_the_same_reference(
     assert values[:2] == values[4:6]
     assert values[2:4] == values[6:]
     # control: another reference
-    again = reference(tmp_path / "saved", 0.5)
-    argv = resumed(policy, store, tmp_path / "saved", *again)
+    other = tmp_path / "saved"
+    argv = resumed(policy, store, tmp_path / "saved", *reference(other, 0.5))
     assert not same(whole, patched.run(train, 1, argv, timeout_s=120))
+    (said,) = patched.run(notices, 1, argv, timeout_s=120)
+    assert f"the reference policy is {other} (iteration 2), before it was {policy.hf}" in said
+    argv = resumed(policy, store, tmp_path / "saved", *more)
+    assert "the reference policy is" not in patched.run(notices, 1, argv, timeout_s=120)[0]
+
+
+def notices(rank: int, argv: list[str]) -> str:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        train(rank, argv)
+    return printed.getvalue()
 
 
 def test_a_reference_of_another_shape_is_refused(

@@ -12,6 +12,7 @@ from training_arguments import MXFP8, TRAINER, update_options_of
 from megatron_r3.train.losses.correction import CorrectionOptions
 from megatron_r3.train.losses.loss import LossOptions
 from megatron_r3.train.losses.policy_loss import LOSSES, Clip
+from megatron_r3.train.option_kind import flag
 from megatron_r3.train.schedule import Schedule, UseOfRollouts
 
 
@@ -54,13 +55,12 @@ def test_gspo_weighs_responses_alike_unless_told_otherwise() -> None:
     assert given.loss.aggregation == "token-mean"
 
 
-def test_a_pass_before_mxfp8_weights_are_copied_is_refused() -> None:
+@pytest.mark.parametrize("name", [MXFP8, "moe_input_jitter_eps"])
+def test_what_does_not_go_with_a_pass_of_the_old_policy_is_refused(name: str) -> None:
     two = {**TRAINER, "rollouts_mini_steps": 2}
-    with pytest.raises(ValueError, match="--reuse-grad-buf-for-mxfp8-param-ag: not together with"):
-        update_options_of(**two, **{MXFP8: True})
-    assert update_options_of(
-        **TRAINER, **{MXFP8: True}
-    ).trainer_is_old  # one update: there is no pass
+    with pytest.raises(ValueError, match=f"{flag(name)}: not together with a pass"):
+        update_options_of(**two, **{name: True})
+    assert update_options_of(**TRAINER, **{name: True}).trainer_is_old  # one update needs no pass
 
 
 @pytest.mark.parametrize(
