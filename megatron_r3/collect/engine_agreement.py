@@ -16,12 +16,7 @@ from megatron_r3.data.engines.shape import EngineError
 from megatron_r3.data.fingerprint import policy_stamp
 from megatron_r3.data.kept import KeptSets
 from megatron_r3.data.store import Rollout, RolloutStore, SamplingSettings, StoreInfo
-from megatron_r3.data.truth import (
-    Compared,
-    Floor,
-    Report,
-    write_floor,
-)
+from megatron_r3.data.truth import Compared, Report
 from megatron_r3.data.values import wrong_token
 from megatron_r3.replay.words import one_line
 
@@ -31,12 +26,10 @@ class Agreement:
     """How far transformers, running the same model, agrees with some of a store's rollouts.
 
     Attributes:
-        compared: the rollouts, with the routes and log-probs that transformers computes.
+        compared: the rollouts, with the routes that transformers computes.
         version: the newest policy version among the rollouts. All numbers are about this version:
             rollouts of older ones, sampled by other weights, only help to name an alarm's cause.
-        k3_kl, extreme: means over sampled tokens (megatron_r3.train.losses.agreement).
-        model: the model's type, MoE layers, experts and top-k; a floor holds for these.
-        dtype: of the model's weights, in which transformers computed.
+        k3_kl, extreme, abs_dlogp: means over sampled tokens (megatron_r3.train.losses.agreement).
         note: which policy version the model is compared with, if the store has several policies.
     """
 
@@ -44,8 +37,7 @@ class Agreement:
     version: int
     k3_kl: float
     extreme: float
-    model: str
-    dtype: str
+    abs_dlogp: float
     note: str = ""
 
     def numbers(self, report: Report) -> dict[str, Any]:
@@ -62,7 +54,7 @@ class Agreement:
             "routes": [1 - share.share for share in tables.layers.values()],
             "k3_kl": self.k3_kl,
             "extreme": self.extreme,
-            "abs_dlogp": tables.abs_dlogp or 0.0,
+            "abs_dlogp": self.abs_dlogp,
         }
 
 
@@ -107,26 +99,19 @@ def compare_rollouts(
     network = _load(model)
     runs = _runs(network, model, rollouts, info, where)
     older = {} if before is None else _runs(_load(before), before, rollouts, info, where)
-    sums, tokens, compared = {"k3_kl": 0.0, "extreme": 0.0}, 0, []
+    sums, tokens, compared = {"k3_kl": 0.0, "extreme": 0.0, "abs_dlogp": 0.0}, 0, []
     version = max(rollout.policy_version for rollout in rollouts.values())
     for name, rollout in rollouts.items():
         ids, logprobs = runs[name]
         ids_before = older[name][0] if older else None
-        compared.append(Compared(rollout, ids, logprobs.numpy(), name, ids_before))
+        compared.append(Compared(rollout, ids, name, ids_before))
         if rollout.policy_version != version:
             continue
         added = _agreement_sums(rollout, logprobs)
         sums = {key: value + added[key] for key, value in sums.items()}
         tokens += int(rollout.response_N.sum())
-    return Agreement(
-        compared,
-        version,
-        k3_kl=sums["k3_kl"] / max(tokens, 1),
-        extreme=sums["extreme"] / max(tokens, 1),
-        model=f"{network.config.model_type} {len(info.moe_layers)}x{info.num_experts} "
-        f"top-{info.topk}",
-        dtype=str(network.dtype).removeprefix("torch."),
-    )
+    k3_kl, extreme, abs_dlogp = (total / max(tokens, 1) for total in sums.values())
+    return Agreement(compared, version, k3_kl, extreme, abs_dlogp)
 
 
 def _runs(
@@ -190,29 +175,6 @@ def _chosen(store: RolloutStore, num_rollouts: int, version: int) -> list[int]:
         if number
     ]
     return np.unique(np.concatenate(spread)).tolist()
-
-
-def keep_floor(path: Path, info: StoreInfo, agreement: Agreement, report: Report) -> bool:
-    """Write what was measured as the floor of later collections.
-
-    Returns:
-        Whether a floor was written: not if there is one already, an alarm, or too few rows.
-
-    Raises:
-        FloorError: `path` cannot be written.
-    """
-    if not report.may_be_floor:
-        return False
-    floor = Floor(
-        agreement.model,
-        str(info.engine),
-        str(info.engine_version),
-        agreement.dtype,
-        version=max(report.tables.versions),
-        rows=int(report.newest.all_rows.rows),
-        tables=report.newest,
-    )
-    return write_floor(path, floor)
 
 
 def _logprobs(network: Any, rollout: Rollout, sampling: SamplingSettings) -> Any:

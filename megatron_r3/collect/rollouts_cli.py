@@ -211,35 +211,23 @@ def _compare_with_model(
     args: argparse.Namespace, stores: list[dict[str, Any]]
 ) -> tuple[list[str], list[str], list[str]]:
     """Add `agreement` and `truth` to each store's numbers; returns alarms, warnings, and texts."""
-    from megatron_r3.collect.engine_agreement import compare_store, keep_floor
+    from megatron_r3.collect.engine_agreement import compare_store
     from megatron_r3.data.store import RolloutStore
-    from megatron_r3.data.truth import FloorError, examine, floor_path, mismatch_text, read_floor
+    from megatron_r3.data.truth import examine
+    from megatron_r3.data.truth.mismatch_tables import mismatch_text
     from megatron_r3.replay.words import one_line
 
     alarms, warnings, texts = [], [], []
     for directory, numbers in zip(args.stores, stores, strict=True):
         store = RolloutStore([directory], mixed_policies=True)
         agreement = compare_store(store, args.model, args.agreement, args.model_before)
-        path = floor_path(directory, agreement.model, str(store.info.engine), agreement.dtype)
-        floor = read_floor(path)
-        report = examine(
-            agreement.compared, store.info.moe_layers, floor=floor, model=str(args.model)
-        )
-        said = f"floor: {path}"
-        try:
-            if floor is None and keep_floor(path, store.info, agreement, report):
-                said += ", written now: later collections are compared with it"
-            elif floor is None:
-                said = "no floor written: it needs a collection with enough rows and no alarm"
-        except FloorError as error:
-            warnings.append(str(error))
-            said = "no floor"
+        report = examine(agreement.compared, store.info.moe_layers, model=str(args.model))
         numbers["agreement"] = agreement.numbers(report)
-        numbers["truth"] = report.to_json() | {"floor": floor.to_json() if floor else None}
+        numbers["truth"] = report.to_json()
         warnings += [f"{directory}: {agreement.note}"] if agreement.note else []
         alarms += [f"{directory}: {alarm}" for alarm in report.alarms]
         title = one_line(f"routes that differ from those of {args.model}, {directory}:")
-        texts.append("\n".join([title, mismatch_text(report, floor), one_line(said)]))
+        texts.append(f"{title}\n{mismatch_text(report.tables)}")
     return alarms, warnings, texts
 
 

@@ -257,7 +257,6 @@ class Collector:
             policy,
             before if policy.version and before.is_dir() else None,
             number,
-            self.directory.rollouts,
             partial(self.directory.note, PART),
         )
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_r3.collect.engine_agreement import compare_rollouts, keep_floor
+from megatron_r3.collect.engine_agreement import compare_rollouts
 from megatron_r3.data.engines.shape import EngineError
 from megatron_r3.data.store import Rollout, StoreInfo
-from megatron_r3.data.truth import examine, floor_path, read_floor
+from megatron_r3.data.truth import examine
 from megatron_r3.loop.published import PublishedPolicy
 
 
@@ -27,7 +27,6 @@ def examiner(
     policy: PublishedPolicy,
     before: Path | None,
     number: int,
-    rollouts: Path,
     note: Callable[..., None],
 ) -> Callable[[Sequence[Rollout], StoreInfo], None]:
     """A check of the rollouts of a shard (`Plan.check`).
@@ -37,7 +36,6 @@ def examiner(
         before: the directory of the policy before, or None; with it, rows of older weights can be
             told from other faults.
         number: how many rollouts of a shard are examined.
-        rollouts: the store; the floor, which the first shard sets, lies beside it.
         note: writes an event; called with the event's name and fields.
     """
 
@@ -50,10 +48,8 @@ def examiner(
             agreement = compare_rollouts(named, info, policy.path, before, "the shard")
         except EngineError as error:  # from transformers here: sampling again would not help
             raise RowsError(f"the truth test of policy {policy.version}: {error}") from error
-        path = floor_path(rollouts, agreement.model, str(info.engine), agreement.dtype)
-        floor = read_floor(path)
         model = f"policy {policy.version}"
-        report = examine(agreement.compared, info.moe_layers, floor=floor, model=model)
+        report = examine(agreement.compared, info.moe_layers, model=model)
         numbers = agreement.numbers(report)
         note(
             "examined",
@@ -70,7 +66,5 @@ def examiner(
                 f"{'; '.join(map(str, report.alarms))}. The shard's {len(shard)} rollouts are not "
                 "stored (docs/truth.md)"
             )
-        if floor is None:
-            keep_floor(path, info, agreement, report)
 
     return check

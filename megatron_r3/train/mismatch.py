@@ -186,9 +186,9 @@ def scalars_of(tables: Tables) -> dict[str, float]:
 class StepAlarms:
     """The alarms of a training's steps; each is reported once, in the step in which it begins.
 
-    The limits are not those of a floor: the trainer moves away from the rollouts while it learns
-    from them, so shares grow without a fault. Only first steps on a collection are looked at. There
-    an alarm means that most rows differ, or that some rows differ far more than others.
+    The trainer moves away from the rollouts while it learns from them, so shares grow without a
+    fault. Only first steps on a collection are looked at. There an alarm means that most rows
+    differ, or that some rows differ far more than others.
     """
 
     def __init__(self) -> None:

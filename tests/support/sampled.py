@@ -132,7 +132,7 @@ def compared(
         routes = Routes.from_array(there.ids_LTK, EXPERTS)
         logprobs_N = np.append(0, there.logprobs_T) * rollout.response_N
         rollout = replace(rollout, routes=routes, logprobs_N=logprobs_N.astype(np.float32))
-        made.append(Compared(rollout, here.ids_LTK, here.logprobs_T, f"rollout {number}"))
+        made.append(Compared(rollout, here.ids_LTK, f"rollout {number}"))
     return made
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_r3.data.truth.limit import MOST_ROUTES, percent, share_limit
+from megatron_r3.data.truth.limit import percent, share_limit
 from megatron_r3.data.truth.mismatch_tables import Tables, position_name, turn_name
 
 
@@ -46,36 +46,25 @@ class Finding(NamedTuple):
 
 
 def table_alarms(
-    found: Tables,
-    floor: Tables | None = None,
-    *,
-    most: float = MOST_ROUTES,
-    model: str = "the trainer",
-    names: Sequence[str] = (),
+    found: Tables, *, model: str = "the trainer", names: Sequence[str] = ()
 ) -> list[Alarm]:
     """The alarms that shares of mismatch raise.
 
     Args:
         found: what was measured.
-        floor: what is normal for this model and engine; None if it is not known.
-        most: the highest share where no floor is known.
         model: what messages call the live side.
         names: what messages call the rollouts of `found`.
     """
-    normal = floor or Tables()
-    raised = [
-        alarm for alarm in (_prompts(found, normal), _versions(found, model)) if alarm is not None
-    ]
+    raised = [alarm for alarm in (_prompts(found), _versions(found, model)) if alarm is not None]
     if raised:
         return raised
-    wrong = _too_high(found, normal, most, model, names)
+    wrong = _too_high(found, model, names)
     return [wrong] if wrong else []
 
 
-def _prompts(found: Tables, floor: Tables) -> Alarm | None:
+def _prompts(found: Tables) -> Alarm | None:
     """The alarm that rows of prompts differ more than others: old weights may have made them."""
-    usual = max(found.responses, floor.prompts)  # compares the shares
-    limit = share_limit(found.prompts.rows, usual, "the share of sampled tokens, or of the floor")
+    limit = share_limit(found.prompts.rows, found.responses, "the share of sampled tokens")
     if not found.responses.rows or not limit.refuses(found.prompts.share):
         return None
     return Alarm(
@@ -107,36 +96,29 @@ def _versions(found: Tables, model: str) -> Alarm | None:
     return None
 
 
-def _too_high(
-    found: Tables, floor: Tables, most: float, model: str, names: Sequence[str]
-) -> Alarm | None:
-    """The alarm that a cell of a table is above its limit, which the floor or `most` gives."""
-    rollouts = dict.fromkeys(found.rollouts, floor.all_rows)
+def _too_high(found: Tables, model: str, names: Sequence[str]) -> Alarm | None:
+    """The alarm that in a layer, a range of positions, a turn or a rollout most routes differ."""
     high: list[str] = []
-    for name, cells, usual in (
-        ("layer {}".format, found.layers, floor.layers),
-        (lambda number: f"positions {position_name(number)}", found.positions, floor.positions),
-        (lambda number: f"turn {turn_name(number)}", found.turns, floor.turns),
-        (lambda number: names[number], found.rollouts, rollouts),
+    for name, cells in (
+        ("layer {}".format, found.layers),
+        (lambda number: f"positions {position_name(number)}", found.positions),
+        (lambda number: f"turn {turn_name(number)}", found.turns),
+        (lambda number: names[number], found.rollouts),
     ):
         wrong: list[str] = []
         for number, share in sorted(cells.items()):
-            limit = share_limit(share.rows, usual.get(number), "the floor", most)
+            limit = share_limit(share.rows, None, "")
             if limit.refuses(share.share):
                 said = f"{percent(share.share)} in {name(number)}"
-                wrong.append(said if wrong else f"{said} ({limit.words(percent)})")
+                wrong.append(said if wrong else f"{said} (at most {percent(limit.most)})")
         if len(wrong) > 3:
             wrong = [*wrong[:2], f"{len(wrong) - 2} more"]
         high += wrong
     if not high:
         return None
-    numbers = ", ".join(high)
-    if found.abs_dlogp is not None:
-        beside = f" (floor {floor.abs_dlogp:.4f})" if floor.abs_dlogp is not None else ""
-        numbers += f"; mean |dlogp| {found.abs_dlogp:.4f}{beside}"
     return Alarm(
         "the engine computes another model",
-        f"too many routes differ: {numbers}",
+        f"too many routes differ: {', '.join(high)}",
         f"if all rows differ, the engine has other weights than {model}, returns physical ids "
         "of experts that it moved (EPLB), or has a wrong kernel (try another backend, and "
         "float32); if some rollouts differ, requests were mixed up; if rows from a position on "

@@ -27,15 +27,12 @@ class Compared:
     Attributes:
         rollout: with the recorded routes.
         live_LTK: what the other implementation chooses, ids of any integer dtype.
-        logprobs_T: the other implementation's log-prob of the token that each row predicts, from
-            the same distribution as the rollout's log-probs; None if it is not known.
         name: what messages call the rollout.
         before_LTK: what the weights before the last update choose; None if it is not known.
     """
 
     rollout: Rollout
     live_LTK: np.ndarray
-    logprobs_T: np.ndarray | None = None
     name: str = "a rollout"
     before_LTK: np.ndarray | None = None
 
@@ -47,11 +44,6 @@ class Compared:
                     f"{self.name}: live routes {live_LTK.shape}, recorded ones {wanted} (layers, "
                     "tokens, top-k): both must be of the same tokens and MoE layers"
                 )
-        if self.logprobs_T is not None and self.logprobs_T.shape != wanted[1:2]:
-            raise ValueError(
-                f"{self.name}: log-probs of shape {self.logprobs_T.shape}; expected {wanted[1:2]}, "
-                "one for each row"
-            )
 
     @property
     def recorded_T(self) -> np.ndarray:

@@ -6,22 +6,19 @@ Shape suffixes (docs/glossary.md): T.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from megatron_r3.data.truth.alarms import Alarm, table_alarms
 from megatron_r3.data.truth.compared import Compared
-from megatron_r3.data.truth.floor import Floor
-from megatron_r3.data.truth.limit import MOST_ROUTES
 from megatron_r3.data.truth.mismatch_tables import Tables, tables_of
 from megatron_r3.data.truth.misplaced import older_weights, shifted
 from megatron_r3.data.truth.unwritten import not_captured, stale
 
 # The order matters: the rows that one function explains are left out for the next ones.
 CAUSES = (not_captured, stale, older_weights, shifted)
-LEAST_ROWS = 32  # of a floor
 
 
 @dataclass(frozen=True)
@@ -38,23 +35,13 @@ class Report:
     newest: Tables
     alarms: list[Alarm] = field(default_factory=list)
 
-    @property
-    def may_be_floor(self) -> bool:
-        """Whether this may be the floor of later collections: enough rows, and no alarm."""
-        return not self.alarms and self.newest.all_rows.rows >= LEAST_ROWS
-
     def to_json(self) -> dict[str, Any]:
-        """The report as a JSON object."""
-        return {"tables": self.tables.to_json(), "alarms": [vars(a) for a in self.alarms]}
+        """The report as a JSON object, where a share is `[share, rows]`."""
+        return {"tables": asdict(self.tables), "alarms": [vars(a) for a in self.alarms]}
 
 
 def examine(
-    compared: Sequence[Compared],
-    layers: Sequence[int],
-    *,
-    floor: Floor | None = None,
-    most: float = MOST_ROUTES,
-    model: str = "the model",
+    compared: Sequence[Compared], layers: Sequence[int], *, model: str = "the model"
 ) -> Report:
     """Compare recorded routes with live ones of the same tokens.
 
@@ -65,9 +52,6 @@ def examine(
     Args:
         compared: rollouts of one model; the more of them, the smaller the faults that show.
         layers: what the MoE layers are called, in the order of the routes.
-        floor: of this model and engine; None if there is none yet.
-        most: the highest share of a table where there is no floor; routers that are noisy on
-            purpose need more.
         model: what messages call the live side.
     """
     if not compared:
@@ -81,10 +65,9 @@ def examine(
     versions = tables_of(
         compared, layers, [m & ~o for m, o in zip(marks, older, strict=True)]
     ).versions
-    normal = floor.tables if floor else None
     rest = replace(rest, versions=versions)
     names = [one.name for one in compared]
-    alarms += table_alarms(rest, normal, most=most, model=model, names=names)
+    alarms += table_alarms(rest, model=model, names=names)
     return Report(tables, tables_of(compared, layers, older), alarms)
 
 

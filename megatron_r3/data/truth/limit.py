@@ -63,7 +63,7 @@ class Limit(NamedTuple):
         )
 
 
-def share_limit(rows: float, usual: Share | None, source: str, most: float = MOST_ROUTES) -> Limit:
+def share_limit(rows: float, usual: Share | None, source: str) -> Limit:
     """The limit of a share that is measured over `rows` rows.
 
     One over the root of the rows is added (of the fewer rows, if `usual` has another number): the
@@ -73,11 +73,10 @@ def share_limit(rows: float, usual: Share | None, source: str, most: float = MOS
     Args:
         usual: the share without a fault; None, or a share of 0 rows, if it is not known.
         source: where `usual` comes from, as messages call it.
-        most: the limit while `usual` is not known.
     """
     known = usual if usual and usual.rows else None
     chance = 1 / math.sqrt(max(1.0, min(rows, known.rows if known else rows)))
-    return Limit(known.share if known else None, ROOM_ROUTES + chance, most + chance, source)
+    return Limit(known.share if known else None, ROOM_ROUTES + chance, MOST_ROUTES + chance, source)
 
 
 def percent(share: float) -> str:

@@ -1,23 +1,24 @@
 """Mismatch by layer, position, turn, version and rollout; the bins that tables and metrics share.
 
-Shape suffixes (docs/glossary.md): L, N, T.
+Shape suffixes (docs/glossary.md): L, T.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from megatron_r3.data.truth.compared import NO_TURN, Compared
-from megatron_r3.data.truth.limit import NONE, Share
+from megatron_r3.data.truth.limit import NONE, Share, percent
 
 # Positions are counted in bins that begin at 0, 8, 16, 32, 64, ...
 _EDGES = 8 << np.arange(40, dtype=np.int64)
 MOST_POSITIONS = len(_EDGES) + 1
 MOST_TURNS = 5  # turn 1, 2, 3 and 4, and all later turns together
+MOST_CELLS = 12  # that a line of text has
 
 
 def position_bins(position_T: np.ndarray) -> np.ndarray:
@@ -50,8 +51,6 @@ class Tables:
         versions: by policy version.
         rollouts: by the number of the rollout; empty in training, which sums over rollouts.
         prompts, responses: rows that predict a token which nobody sampled, and all other rows.
-        tokens: rows that differ in at least one layer.
-        abs_dlogp: mean |difference| of the log-probs of sampled tokens; None where it is unknown.
     """
 
     layers: dict[int, Share] = field(default_factory=dict)
@@ -61,8 +60,6 @@ class Tables:
     rollouts: dict[int, Share] = field(default_factory=dict)
     prompts: Share = NONE
     responses: Share = NONE
-    tokens: Share = NONE
-    abs_dlogp: float | None = None
 
     @property
     def all_rows(self) -> Share:
@@ -70,35 +67,6 @@ class Tables:
         rows = self.prompts.rows + self.responses.rows
         wrong = sum(part.share * part.rows for part in (self.prompts, self.responses))
         return Share(wrong / rows if rows else 0.0, rows)
-
-    def to_json(self) -> dict[str, Any]:
-        """The tables for JSON, which writes a share as `[share, rows]`, and each key as a text."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Tables:
-        """The tables that `to_json` wrote.
-
-        Raises:
-            ValueError, TypeError, KeyError: `value` is something else.
-        """
-        made: dict[str, Any] = {}
-        for name, default in asdict(cls()).items():
-            given = value[name]
-            if isinstance(default, dict):
-                made[name] = {int(key): _share(one) for key, one in given.items()}
-            elif default is None:
-                made[name] = None if given is None else float(given)
-            else:
-                made[name] = _share(given)
-        return cls(**made)
-
-
-def _share(value: Any) -> Share:
-    share, rows = map(float, value)
-    if not (0 <= share <= 1 and rows >= 0):
-        raise ValueError(f"{value} is no share")
-    return Share(share, rows)
 
 
 def tables_of(
@@ -137,8 +105,6 @@ def tables_of(
         rollouts=table(np.repeat(np.arange(len(compared)), [t.sum() for t in counted])),
         prompts=_of(wrong_T, turn_T == NO_TURN),
         responses=_of(wrong_T, turn_T != NO_TURN),
-        tokens=_of((wrong_T > 0).astype(float), np.ones(len(wrong_T), bool)),
-        abs_dlogp=_abs_dlogp(compared),
     )
 
 
@@ -147,13 +113,25 @@ def _of(wrong_T: np.ndarray, here_T: np.ndarray) -> Share:
     return Share(float(wrong_T[here_T].mean()) if rows else 0.0, rows)
 
 
-def _abs_dlogp(compared: Iterable[Compared]) -> float | None:
-    total, tokens = 0.0, 0
-    for one in compared:
-        if one.logprobs_T is None:
-            return None
-        sampled_T = one.rollout.response_N[1:].astype(bool)
-        difference_T = one.logprobs_T - one.rollout.logprobs_N[1:]
-        total += float(np.abs(difference_T[sampled_T]).sum())
-        tokens += int(sampled_T.sum())
-    return total / tokens if tokens else None
+def mismatch_text(tables: Tables) -> str:
+    """A line for each table: the shares of (row, layer) pairs that differ."""
+    rows = tables.all_rows
+    return "\n".join(
+        [
+            f"all layers      {percent(rows.share)} of the pairs of {rows.rows:.0f} rows",
+            _line("layer", tables.layers, str),
+            _line("position", tables.positions, position_name),
+            _line("prompts", {0: tables.prompts}, lambda _: "not sampled"),
+            _line("turn", tables.turns, turn_name),
+            _line("policy version", tables.versions, str),
+        ]
+    )
+
+
+def _line(name: str, found: Mapping[int, Share], words: Callable[[Any], str]) -> str:
+    cells = [f"{words(key)}: {percent(share.share)}" for key, share in sorted(found.items())]
+    if len(cells) > MOST_CELLS:  # the first ones, and the worst of the others
+        others = sorted(found.items())[MOST_CELLS:]
+        key, share = max(others, key=lambda item: item[1].share)
+        cells = [*cells[:MOST_CELLS], f"{len(others)} more, at most {percent(share.share)} ({key})"]
+    return f"{name:<14}  {', '.join(cells)}"

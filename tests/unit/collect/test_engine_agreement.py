@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
-import secrets
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -43,12 +40,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def store(
-    model: Path, folder: Path, shift: int, shift_ids: int = 0, wrong_rows: int | None = None
-) -> Path:
+def store(model: Path, folder: Path, shift: int, shift_ids: int = 0) -> Path:
     """Four rollouts with transformers' own routes, each id moved on by `shift`.
 
-    `shift_ids` is added to each token id afterwards. Each `wrong_rows`-th row has other experts.
+    `shift_ids` is added to each token id afterwards.
     """
     network = transformers.AutoModelForCausalLM.from_pretrained(model).eval()
     rollouts = []
@@ -57,8 +52,6 @@ def store(
         with torch.no_grad(), capture_routes(network) as captured:
             logits = network(ids[:, :-1]).logits[0]
         chosen = (captured.take()[0].numpy() + shift) % 8
-        if wrong_rows:
-            chosen[:, ::wrong_rows] = (chosen[:, ::wrong_rows] + 1 + sample) % 8
         routes = Routes.from_array(chosen, 8)
         logprobs = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
         response = np.arange(20) >= 5
@@ -80,6 +73,7 @@ def test_its_own_routes_agree(
     }
     assert "agreement rollouts        4\nagreement tokens          60\n" in out
     assert rows["agreement routes"] == ["1", "1"]
+    assert "layer           1: 0.0 %, 2: 0.0 %" in out
     assert "warning" not in err
 
 
@@ -93,64 +87,10 @@ def test_other_routes_are_flagged(
     assert "agreement rollouts        2\nagreement tokens          30\n" in out
     assert err.count("warning: ") == 1
     assert f"warning: {directory}: the engine computes another model: too many routes differ" in err
-    assert "% in layer 1 (at most 66.2 %, since the floor is not known yet), " in err
-    assert "no floor written" in out
-    assert not (tmp_path / "floors").exists()
+    assert "% in layer 1 (at most 66.2 %), " in err
     assert main([*argv, "--fail-on-alarm"]) == 1
     assert main([*argv[:3], "--fail-on-alarm"]) == 1
     assert "--fail-on-alarm needs --model HF_DIR" in capsys.readouterr().err
-
-
-def test_the_first_collection_makes_the_floor(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    argv = ["--model", str(model), "--fail-on-alarm"]
-    first = store(model, tmp_path / "first", 0)
-    assert main(["rollouts", "inspect", str(first), *argv]) == 0
-    (path,) = (tmp_path / "floors").iterdir()
-    assert path.name == "qwen3_moe-2x8-top-2-transformers-float32.json"
-    floor = json.loads(path.read_text())
-    assert (floor["engine_version"], floor["version"], floor["rows"]) == ("5", 0, 4 * 19)
-    assert floor["tables"]["layers"] == {"1": [0.0, 76], "2": [0.0, 76]}
-    out = capsys.readouterr().out
-    assert f"floor: {path}, written now" in out
-    assert "layer           1: 0.0 %, 2: 0.0 %" in out
-    second = store(model, tmp_path / "second", 0)
-    assert main(["rollouts", "inspect", str(second), *argv, "--json"]) == 0
-    (numbers,) = json.loads(capsys.readouterr().out)
-    assert numbers["truth"]["floor"]["rows"] == 4 * 19
-    assert numbers["truth"]["alarms"] == []
-    # one row in four is wrong, which no alarm without a floor notices
-    third = store(model, tmp_path / "third", 0, wrong_rows=4)
-    assert main(["rollouts", "inspect", str(third), *argv]) == 1
-    out, err = capsys.readouterr()
-    assert "the engine computes another model: too many routes differ: 2" in err
-    assert "(at most 16.5 %, which is 3 times the floor, 0.0 %, plus 16.5 %)" in err
-    assert f"floor: {path}\n" in out
-    path.unlink()
-    assert main(["rollouts", "inspect", str(third), *argv]) == 0
-    path.write_text("{")
-    assert main(["rollouts", "inspect", str(third), *argv]) == 1
-    assert f"error: {path}: is no floor " in capsys.readouterr().err
-
-
-def test_a_floor_that_cannot_be_written_is_a_warning(
-    model: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    directory = store(model, tmp_path / "right", 0)
-
-    def read_only(*_: object, **__: object) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
-    monkeypatch.setattr(secrets, "token_hex", read_only)  # in the name of the file that waits
-    argv = ["rollouts", "inspect", str(directory), "--model", str(model), "--fail-on-alarm"]
-    assert main(argv) == 0
-    err = capsys.readouterr().err
-    assert f"warning: {tmp_path}/floors/" in err
-    assert "the floor cannot be written: Read-only file system" in err
 
 
 def test_the_weights_before_the_last_update(

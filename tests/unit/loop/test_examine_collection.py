@@ -53,7 +53,7 @@ def events(config: Any, name: str) -> list[dict[str, Any]]:
     return [e for e in config.directory.read_events("collector") if e["event"] == name]
 
 
-def test_right_rows_are_stored_and_the_first_shard_is_the_floor(config):
+def test_right_rows_are_stored(config):
     with served(port=config.sampler.port):
         Collector(config).run()
     assert len(RolloutStore([config.directory.rollouts], mixed_policies=True)) == 24
@@ -61,7 +61,6 @@ def test_right_rows_are_stored_and_the_first_shard_is_the_floor(config):
     assert [e["version"] for e in examined] == [0, 1]
     assert all(e["rollouts"] == 8 and not e["alarms"] for e in examined)
     assert max(e["mismatch"] for e in examined) < 0.01
-    assert len([*(config.directory.path / "floors").glob("*.json")]) == 1
 
 
 def test_rows_of_other_tokens_are_not_stored(config):

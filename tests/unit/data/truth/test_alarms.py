@@ -29,7 +29,7 @@ from sampled import (
 )
 
 from megatron_r3.data.rollout import Rollout
-from megatron_r3.data.truth import Compared, Floor, Report, examine
+from megatron_r3.data.truth import Compared, Report, examine
 from megatron_r3.replay.routes import Routes
 
 NAMES = (1, 2, 3, 5)  # the hidden layers, say
@@ -90,7 +90,6 @@ def test_a_healthy_sampler_raises_none(rig: Rig) -> None:
     report = examined(rig.healthy)
     assert report.alarms == []
     assert all(0 < share.share < 0.1 for share in report.tables.layers.values())
-    assert report.may_be_floor
     for size in (1, 2, 4):
         for first in range(0, len(rig.healthy) - size + 1):
             assert examined(rig.healthy[first : first + size]).alarms == []
@@ -106,14 +105,12 @@ def test_noise_in_the_routers_raises_none(rig: Rig, scale: float) -> None:
     assert report.tables.all_rows.share > 0.05
 
 
-def test_strong_noise_raises_what_it_is_unless_the_limit_allows_it(rig: Rig) -> None:
+def test_strong_noise_raises_what_it_is(rig: Rig) -> None:
     with noisy_routers(rig.model, 0.4):
         noisy = compared(rig.given, [run(rig.model, one) for one in rig.given], rig.live)
     evidence = the_alarm(noisy, "the engine computes another model")
     assert evidence.startswith("too many routes differ: 6")
     assert "% in layer 1 (at most 5" in evidence
-    assert not examined(noisy).may_be_floor
-    assert examined(noisy, most=0.9).alarms == []
 
 
 def constant(ids_LTK: np.ndarray) -> np.ndarray:
@@ -223,7 +220,7 @@ def test_rows_of_another_rollout(rig: Rig) -> None:
     ]
     evidence = the_alarm(given, OTHER)
     assert "% in rollout 0 (at most " in evidence
-    assert "% in rollout 1; mean |dlogp|" in evidence
+    assert evidence.endswith("% in rollout 1")
 
 
 def test_a_prefix_cache_from_before_the_update(rig: Rig) -> None:
@@ -253,7 +250,7 @@ def test_old_rows_of_prompts_without_the_weights_before(rig: Rig) -> None:
     ]
     evidence = the_alarm(stale, "rows of prompts")
     assert "of the routes of prompts differ; allowed are at most " in evidence
-    assert "3 times the share of sampled tokens, or of the floor, 0.0 %, plus 1" in evidence
+    assert "3 times the share of sampled tokens, 0.0 %, plus 1" in evidence
 
 
 def test_an_update_that_the_engine_did_not_take(rig: Rig) -> None:
@@ -291,24 +288,6 @@ def test_an_engine_that_computes_the_model_wrongly(rig: Rig) -> None:
     wrong = compared(rig.given, [run(engine, one) for one in rig.given], rig.live)
     evidence = the_alarm(wrong, OTHER, model="DIR")
     assert "% in layer 1 (at most 5" in evidence
-    assert "; mean |dlogp| " in evidence
-
-
-def floor_of(rig: Rig) -> Floor:
-    report = examined(rig.healthy)
-    return Floor("m", "vllm", "0", "float32", 0, 700, report.newest)
-
-
-def test_a_floor_finds_smaller_faults(rig: Rig) -> None:
-    with noisy_routers(rig.model, 0.1):
-        noisy = compared(rig.given, [run(rig.model, one) for one in rig.given], rig.live)
-    assert examined(noisy).alarms == []
-    evidence = the_alarm(noisy, OTHER, floor=floor_of(rig))
-    assert "which is 3 times the floor, " in evidence
-    # control: the same sampler again
-    assert examined(rig.healthy, floor=floor_of(rig)).alarms == []
-    for first in range(0, 10, 2):
-        assert examined(rig.healthy[first : first + 2], floor=floor_of(rig)).alarms == []
 
 
 def test_one_layer_of_one_expert_is_no_fault() -> None:
@@ -341,7 +320,5 @@ def test_other_routes_than_those_of_the_rollout_are_refused(rig: Rig) -> None:
     one = rig.healthy[0]
     with pytest.raises(ValueError, match=r"rollout 0: live routes \(4, 5, 4\), recorded ones"):
         replace(one, live_LTK=one.live_LTK[:, :5])
-    with pytest.raises(ValueError, match=r"rollout 0: log-probs of shape"):
-        replace(one, logprobs_T=np.zeros(3))
     with pytest.raises(ValueError, match="no rollouts"):
         examine([], range(LAYERS))

@@ -1,32 +1,22 @@
-"""Mismatch by layer, position, turn and version, counted by hand; and the file of a floor.
+"""Mismatch by layer, position, turn and version, counted by hand.
 
 Shape suffixes (docs/glossary.md): C, K, L, N, T.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megatron_r3.data.rollout import Rollout
-from megatron_r3.data.truth import (
-    Compared,
-    Floor,
-    FloorError,
-    examine,
-    floor_path,
-    mismatch_text,
-    read_floor,
-    write_floor,
-)
+from megatron_r3.data.truth import Compared
 from megatron_r3.data.truth.compared import row_keys, set_codes
 from megatron_r3.data.truth.limit import Share
 from megatron_r3.data.truth.mismatch_tables import (
     Tables,
+    mismatch_text,
     position_bins,
     position_name,
     tables_of,
@@ -64,7 +54,7 @@ def made(
         Routes.from_array(ids_LTK, EXPERTS),
         versions_C2=None if versions is None else np.array(versions),
     )
-    return Compared(rollout, live_LTK, np.full(rows, -0.25))
+    return Compared(rollout, live_LTK)
 
 
 def test_a_row_counts_where_the_token_that_it_predicts_does() -> None:
@@ -81,9 +71,6 @@ def test_a_row_counts_where_the_token_that_it_predicts_does() -> None:
     assert (tables.prompts, tables.responses) == (Share(1 / 8, 4), Share(2 / 10, 5))
     assert tables.all_rows == Share(pytest.approx(3 / 18), 9)
     assert tables.rollouts == {0: Share(3 / 18, 9)}
-    assert tables.tokens == Share(3 / 9, 9)
-    assert tables.abs_dlogp == 0.25
-    assert Tables.from_json(json.loads(json.dumps(tables.to_json()))) == tables
     left_out = tables_of([one], [4, 7], [np.arange(9) >= 3])
     assert left_out.layers[4] == Share(1 / 3, 3)
 
@@ -119,71 +106,16 @@ def test_codes_are_those_of_sets() -> None:
     assert len(set(row_keys(two).tolist())) == 4  # layers do not commute
 
 
-def many(wrong: dict[int, list[int]]) -> list[Compared]:
-    return [made("---ss--sss" + "s" * n, wrong) for n in range(6)]
-
-
-def test_a_floor_is_written_once_and_whole(tmp_path: Path) -> None:
-    path = floor_path(tmp_path / "rollouts", "qwen3_moe 2x8 top-2", "vllm/../x", "bfloat16")
-    assert path == tmp_path / "floors" / "qwen3_moe-2x8-top-2-vllm-..-x-bfloat16.json"
-    assert read_floor(path) is None
-    tables = tables_of(many({0: [2]}), [0, 1])
-    floor = Floor("m", "vllm", "0.30.0", "bfloat16", 3, 60, tables)
-    assert write_floor(path, floor)
-    assert read_floor(path) == floor
-    assert not write_floor(path, replace(floor, rows=1)), "the first one stays"
-    assert read_floor(path) == floor
-    assert [p.name for p in path.parent.iterdir()] == [path.name]
-    assert path.stat().st_mode & 0o777 == 0o644
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("{", "not JSON"),
-        ("[]", "TypeError"),
-        ('{"format": 1}', "format 1; this version reads format 2"),
-        ('{"format": 2}', "KeyError: 'model'"),
-        ("nan share", r"\[2.0, 5.0\] is no share"),
-    ],
-)
-def test_a_file_that_is_no_floor_is_refused(tmp_path: Path, text: str, reason: str) -> None:
-    path = tmp_path / "floor.json"
-    if text == "nan share":
-        assert write_floor(path, Floor("m", "e", "0", "d", 0, 5, tables_of(many({}), [0, 1])))
-        value = json.loads(path.read_text())
-        value["tables"]["prompts"] = [2.0, 5.0]
-        text = json.dumps(value)
-    path.write_text(text)
-    with pytest.raises(FloorError, match=f"floor.json: is no floor .*{reason}.*: remove it"):
-        read_floor(path)
-
-
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "floors").write_text("a file")
-    floor = Floor("m", "e", "0", "d", 0, 5, Tables())
-    with pytest.raises(FloorError, match=r"floors/x.json: the floor cannot be written: "):
-        write_floor(tmp_path / "floors" / "x.json", floor)
-
-
 def test_the_tables_as_text() -> None:
-    report = examine(many({0: [2]}), [4, 7])
-    assert report.alarms == []
-    floor = Floor("m", "e", "0", "d", 0, 60, Tables(layers={4: Share(0.25, 60)}))
-    lines = mismatch_text(report, floor).splitlines()
+    tables = tables_of([made("---ss--sss" + "s" * n, {0: [2]}) for n in range(6)], [4, 7])
+    lines = mismatch_text(tables).splitlines()
     rows = sum(9 + n for n in range(6))
     share = 600 / rows
-    assert lines[0] == (
-        f"all layers      {share / 2:.1f} % of the pairs of {rows} rows; {share:.1f} % of the rows "
-        "in some layer"
-    )
-    assert lines[1] == f"layer           4: {share:.1f} % (25.0 %), 7: 0.0 %"
+    assert lines[0] == f"all layers      {share / 2:.1f} % of the pairs of {rows} rows"
+    assert lines[1] == f"layer           4: {share:.1f} %, 7: 0.0 %"
     assert lines[2].startswith("position        0 to 7: ")
     assert lines[3].startswith("prompts         not sampled: ")
     assert lines[4].startswith("turn            1: 25.0 %, 2: ")
-    wide = replace(report, tables=Tables(layers={n: Share(n / 100, 9) for n in range(40)}))
-    assert (
-        mismatch_text(wide, None)
-        .splitlines()[1]
-        .endswith("11: 11.0 %, 28 more, at most 39.0 % (39)")
-    )
+    wide = Tables(layers={n: Share(n / 100, 9) for n in range(40)})
+    line = mismatch_text(wide).splitlines()[1]
+    assert line.endswith("11: 11.0 %, 28 more, at most 39.0 % (39)")
