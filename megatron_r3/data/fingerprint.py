@@ -8,9 +8,6 @@ frozen, or if it changed by less than bfloat16 resolves.
 
 The policy stamp covers every byte of every weight, so it tells such policies apart too.
 
-A transformers directory is read without torch, whose import takes seconds and hundreds of
-megabytes.
-
 Shape suffixes (docs/glossary.md): E, H.
 """
 
@@ -19,15 +16,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from megatron_r3.data.digest import short_digest
@@ -36,13 +31,10 @@ from megatron_r3.data.untrusted import read_json
 if TYPE_CHECKING:
     from torch import Tensor
 
-
-_FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
+_ROUTER_TYPES = ("BF16", "F16", "F32", "F64")
 _ADAPTER = "adapter_model.safetensors"
 _ADAPTER_CONFIG = "adapter_config.json"
 _THREADS = 4
-_PIECE = 1 << 22  # bytes of a tensor that a thread holds at a time
-_LONGEST_HEADER = 100_000_000  # safetensors' own limit
 
 
 def router_digest(weight_EH: Tensor) -> str:
@@ -66,7 +58,13 @@ def router_fingerprint(directory: Path, moe_layers: tuple[int, ...]) -> tuple[st
         name = f"model.layers.{layer}.mlp.gate.weight"
         if name not in tensors:
             raise ValueError(f"{directory}: no tensor {name} in its *.safetensors")
-        digests.append(short_digest(_as_bfloat16(tensors[name])))
+        path = tensors[name].path
+        with _opened(path) as file:
+            dtype = file.get_slice(name).get_dtype()
+            if dtype not in _ROUTER_TYPES:
+                known = ", ".join(_ROUTER_TYPES)
+                raise ValueError(f"{path}: {name} is {dtype}; router weights are one of {known}")
+            digests.append(router_digest(file.get_tensor(name)))
     return tuple(digests)
 
 
@@ -75,29 +73,22 @@ def policy_stamp(directory: Path) -> str:
 
     The stamp covers the name, dtype, shape and bytes of every tensor in the *.safetensors, and the
     settings of an adapter (`adapter_config.json`) if there is one. Some gigabytes a second are
-    read, with a few megabytes in memory at a time.
+    read, with a few tensors in memory at a time.
 
     Raises:
         ValueError: a file that is not whole, or a tensor that two files have.
     """
-    tensors = sorted(_tensors(directory), key=lambda tensor: (tensor.kind, tensor.name))
+    tensors = sorted(_tensors(directory))
     for one, other in pairwise(tensors):
         if (one.kind, one.name) == (other.kind, other.name):
             raise ValueError(
                 f"{one.path} and {other.path.name} both have the tensor {one.name}, and an engine "
                 "may load either; remove one of the files"
             )
-    stop = threading.Event()
     whole = hashlib.sha256()
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
-        try:
-            digests = pool.map(lambda tensor: tensor.digest(stop), tensors)
-            for tensor, digest in zip(tensors, digests, strict=True):
-                entry = [tensor.kind, tensor.name, tensor.dtype, tensor.shape, digest]
-                whole.update(json.dumps(entry).encode() + b"\n")
-        except BaseException:  # Ctrl-C too: the threads would read on for minutes without this
-            stop.set()
-            raise
+        for entry in pool.map(_entry, tensors):
+            whole.update(json.dumps(entry).encode() + b"\n")
     config = directory / _ADAPTER_CONFIG
     if config.exists():
         settings = read_json(config.read_bytes(), str(config))
@@ -105,43 +96,16 @@ def policy_stamp(directory: Path) -> str:
     return whole.hexdigest()[:16]
 
 
-@dataclass(frozen=True)
-class _Tensor:
-    """Where a tensor's bytes lie.
+class _Tensor(NamedTuple):
+    """A tensor of a directory.
 
     Attributes:
         kind: "adapter" or "". Some adapters call their tensors as the model does.
-        begin, end: where the bytes lie in the file.
     """
 
-    path: Path
     kind: str
     name: str
-    dtype: str
-    shape: list[int]
-    begin: int
-    end: int
-
-    def pieces(self) -> Iterator[bytes]:
-        """The tensor's bytes, a few megabytes at a time."""
-        with open(self.path, "rb", buffering=0) as file:
-            file.seek(self.begin)
-            left = self.end - self.begin
-            while left:
-                piece = file.read(min(left, _PIECE))
-                if not piece:
-                    raise ValueError(f"{self.path}: the file was truncated while it was read")
-                left -= len(piece)
-                yield piece
-
-    def digest(self, stop: threading.Event) -> str:
-        """SHA-256 of the tensor's bytes; worthless once `stop` is set, when reading ends early."""
-        digest = hashlib.sha256()
-        for piece in self.pieces():
-            if stop.is_set():
-                break
-            digest.update(piece)  # releases the GIL, so threads hash at the same time
-        return digest.hexdigest()
+    path: Path
 
 
 def _tensors(directory: Path) -> list[_Tensor]:
@@ -149,50 +113,32 @@ def _tensors(directory: Path) -> list[_Tensor]:
     tensors = []
     for path in sorted(directory.glob("*.safetensors")):
         kind = "adapter" if path.name == _ADAPTER else ""
-        entries, begin = _entries(path)
-        for name, entry in entries.items():
-            first, end = entry["data_offsets"]
-            place = (begin + first, begin + end)
-            tensors.append(_Tensor(path, kind, name, entry["dtype"], entry["shape"], *place))
+        with _opened(path) as file:
+            tensors += [_Tensor(kind, name, path) for name in file.keys()]  # noqa: SIM118
     return tensors
 
 
-def _entries(path: Path) -> tuple[dict[str, Any], int]:
-    """The header's entry of each tensor, and where in the file the tensors' bytes begin.
+def _entry(tensor: _Tensor) -> list[Any]:
+    """What the stamp covers of a tensor; the digest is that of its bytes."""
+    import torch
+
+    with _opened(tensor.path) as file:
+        header = file.get_slice(tensor.name)
+        data = file.get_tensor(tensor.name).reshape(-1).view(torch.uint8).numpy()
+    # hashing releases the GIL, so threads hash at the same time
+    digest = hashlib.sha256(data).hexdigest()
+    return [tensor.kind, tensor.name, header.get_dtype(), header.get_shape(), digest]
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A safetensors file; opening it refuses cut files, overlapping tensors and gaps.
 
     Raises:
         ValueError: not a whole safetensors file.
     """
     try:
-        with safe_open(path, framework="numpy"):
-            pass  # opening refuses truncated files, overlapping tensors and gaps between them
-        with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = read_json(file.read(length), str(path), _LONGEST_HEADER)
+        with safe_open(path, framework="pt") as file:
+            yield file
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path}: not a whole safetensors file ({error})") from error
-    header.pop("__metadata__", None)
-    return header, 8 + length
-
-
-def _as_bfloat16(tensor: _Tensor) -> bytes:
-    """The bytes of a tensor as bfloat16, rounded as torch does: to the nearest, ties to even."""
-    data = b"".join(tensor.pieces())
-    if tensor.dtype == "BF16":
-        return data
-    if tensor.dtype not in _FLOATS:
-        raise ValueError(
-            f"{tensor.path}: {tensor.name} is {tensor.dtype}; router weights are BF16, F16, F32 or "
-            "F64"
-        )
-    with np.errstate(over="ignore"):
-        floats = np.frombuffer(data, _FLOATS[tensor.dtype]).astype(np.float32)
-    # The upper half of a float32 is a bfloat16, rounded down. Adding 0x7FFF, and 1 more if that
-    # upper half is odd, rounds to the nearest, ties to even. Two ties as examples:
-    #   0x3F80_8000 + 0x7FFF     = 0x3F80_FFFF, so the even 0x3F80 stays
-    #   0x3F81_8000 + 0x7FFF + 1 = 0x3F82_0000, so the odd 0x3F81 becomes the even 0x3F82
-    # With a NaN, this addition could carry into the sign bit: so NaNs become 0x7FC0, as in torch.
-    bits = floats.view(np.uint32)
-    with np.errstate(over="ignore"):
-        rounded = (bits + (0x7FFF + ((bits >> 16) & 1)).astype(np.uint32)) >> 16
-    return np.where(np.isnan(floats), np.uint32(0x7FC0), rounded).astype("<u2").tobytes()
