@@ -15,7 +15,7 @@ from megatron_r3.collect.prompt_plan import Model, read_model
 from megatron_r3.data.store import RolloutStore, StoreError
 from megatron_r3.data.store.kinship import Versions
 from megatron_r3.data.store.shard import Shard
-from megatron_r3.data.store.verify_shard import check_tokens
+from megatron_r3.data.store.verify_shard import ReadChecks, verify_shard
 from megatron_r3.replay.words import one_line
 from megatron_r3.train.publish_options import published, version_name
 
@@ -59,16 +59,15 @@ def verify_store(directory: Path, policies: Policies | None = None) -> Checked:
     store, versions = RolloutStore([directory], mixed_policies=True), Versions()
     for shard in store.shards:
         versions.check(shard)
-    pairs = (
-        [] if policies is None else [(shard, _model_of(shard, policies)) for shard in store.shards]
-    )
+    pairs = [
+        (shard, None if policies is None else _model_of(shard, policies)) for shard in store.shards
+    ]
     for shard, model in pairs:
         if model is not None:
             _refuse_other_model(shard, model)
-    store.verify()
     for shard, model in pairs:
-        if model is not None and model.vocab_size is not None:
-            check_tokens(shard, model.vocab_size)
+        vocab_size = None if model is None else model.vocab_size
+        verify_shard(shard, ReadChecks(vocab_size or 0))
     text = f"{len(store)} rollouts in {len(store.shards)} shards, every byte and id"
     if policies is None:
         return Checked(text, [])

@@ -124,7 +124,18 @@ class Rollout:
                 f"{self.routes.num_rows} rows of routes for {num_tokens} tokens; expected "
                 f"{num_tokens - 1} (every token but the last is forwarded once)"
             )
-        return self._wrong_tokens(vocab_size) or self._wrong_extras(vocab_size)
+        if not np.issubdtype(np.asarray(self.tokens_N).dtype, np.integer):
+            return f"tokens_N are whole numbers; got {np.asarray(self.tokens_N).dtype}"
+        return wrong_values(
+            np.asarray(self.tokens_N),
+            np.asarray(self.response_N, bool),
+            np.asarray(self.logprobs_N),
+            self.spans_U2,
+            self.policy_version,
+            self.versions_C2,
+            self.kept,
+            vocab_size,
+        )
 
     def _wrong_name(self) -> str | None:
         for name in ("policy_version", "group", "sample", "prompt_digest"):
@@ -138,32 +149,35 @@ class Rollout:
             return must_be("prompt_digest", "of 63 bits", self.prompt_digest)
         return None
 
-    def _wrong_tokens(self, vocab_size: int) -> str | None:
-        tokens_N = np.asarray(self.tokens_N)
-        if not np.issubdtype(tokens_N.dtype, np.integer):
-            return f"tokens_N are whole numbers; got {tokens_N.dtype}"
-        if wrong := wrong_token(tokens_N, vocab_size or None):
-            return f"token {wrong[0]} {wrong[1]}"
-        if self.response_N[0]:
-            return "its first token cannot be sampled: nothing predicts it"
-        sampled_N = sampled_tokens(self.spans_U2, len(tokens_N))
-        if sampled_N is None or not np.array_equal(sampled_N, self.response_N):
-            return "its `turns` and its `response` mark different tokens as sampled"
-        if wrong := wrong_logprobs(np.asarray(self.logprobs_N), sampled_N):
-            return f"token {wrong[0]}: {wrong[1]}"
-        return None
 
-    def _wrong_extras(self, vocab_size: int) -> str | None:
-        """What is wrong with kept sets and version spans, once all other fields are right."""
-        sampled_N = np.asarray(self.response_N, bool)
-        if self.versions_C2 is not None and (
-            wrong := wrong_versions(self.versions_C2, sampled_N, self.policy_version)
-        ):
-            return wrong
-        if self.kept is None:
-            return None
-        tokens_N, logprobs_N = np.asarray(self.tokens_N), np.asarray(self.logprobs_N)
-        return self.kept.wrong(tokens_N, sampled_N, logprobs_N, vocab_size)
+def wrong_values(
+    tokens_N: np.ndarray,
+    sampled_N: np.ndarray,
+    logprobs_N: np.ndarray,
+    spans_U2: np.ndarray,
+    policy_version: int,
+    versions_C2: np.ndarray | None,
+    kept: KeptSets | None,
+    vocab_size: int,
+) -> str | None:
+    """Why no rollout has these values, whose shapes fit each other; None if one can have them.
+
+    The arguments are those of `Rollout`; `sampled_N` is its `response_N`.
+    """
+    if wrong := wrong_token(tokens_N, vocab_size):
+        return f"token {wrong[0]} {wrong[1]}"
+    if sampled_N[0]:
+        return "its first token cannot be sampled: nothing predicts it"
+    covered_N = sampled_tokens(spans_U2, len(tokens_N))
+    if covered_N is None or not np.array_equal(covered_N, sampled_N):
+        return "its `turns` and its `response` mark different tokens as sampled"
+    if wrong := wrong_logprobs(logprobs_N, sampled_N):
+        return f"token {wrong[0]}: {wrong[1]}"
+    if versions_C2 is not None and (
+        reason := wrong_versions(versions_C2, sampled_N, policy_version)
+    ):
+        return reason
+    return None if kept is None else kept.wrong(tokens_N, sampled_N, logprobs_N, vocab_size)
 
 
 def wrong_versions(

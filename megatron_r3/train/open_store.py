@@ -23,8 +23,6 @@ from megatron_r3.data.store.reader import RolloutStore
 from megatron_r3.data.store.shard import Shard
 from megatron_r3.data.store.verify_shard import (
     ReadChecks,
-    check_tokens,
-    refuse_missing,
     verify_shard,
 )
 from megatron_r3.train.announce import follow_together
@@ -34,9 +32,9 @@ from megatron_r3.train.policy_check import published_folder, version_of
 from megatron_r3.train.publish_options import published
 from megatron_r3.train.schedule import STORED
 
-# The identities of the shards that this process has read byte by byte. A shard that replaces one of
-# them has another identity, so it is read too.
-_verified: set[str] = set()
+# The shards that this process has read byte by byte, and with which checks. A shard that replaces
+# one of them has another identity, so it is read too.
+_verified: set[tuple[str, ReadChecks]] = set()
 
 
 def open_store(options: RolloutOptions, place: Place | None = None) -> RolloutStore:
@@ -232,12 +230,6 @@ def _read_checks(options: RolloutOptions) -> ReadChecks:
 def _check_bytes(options: RolloutOptions, shard: Shard) -> None:
     """Refuse a shard that is damaged, or whose tokens or gaps this training does not take."""
     checks = _read_checks(options)
-    if shard.identity not in _verified:
-        verify_shard(shard, thorough=False)
-        _verified.add(shard.identity)
-    rollouts, sampler = range(shard.num_rollouts), shard.info.vocab_size
-    # `verify_shard` has compared the tokens with the sampler's vocabulary
-    if checks.vocab_size and not 0 < sampler <= checks.vocab_size:
-        check_tokens(shard, checks.vocab_size)
-    if checks.refuses_missing and shard.recorded_rows < shard.num_rows:
-        refuse_missing(shard, rollouts, shard.read_tensor("recorded"))
+    if (shard.identity, checks) not in _verified:
+        verify_shard(shard, checks, thorough=False)
+        _verified.add((shard.identity, checks))

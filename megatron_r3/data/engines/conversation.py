@@ -25,7 +25,7 @@ import numpy as np
 from megatron_r3.data.engines.said import Said
 from megatron_r3.data.engines.shape import EngineError, naming
 from megatron_r3.data.kept import KeptSets
-from megatron_r3.data.rollout import UNKNOWN_POLICY, UNREWARDED, Rollout, wrong_versions
+from megatron_r3.data.rollout import UNKNOWN_POLICY, UNREWARDED, Rollout
 from megatron_r3.data.values import wrong_logprob, wrong_token
 from megatron_r3.replay.routes import Routes
 
@@ -182,7 +182,7 @@ def stitch(increments: Sequence[Increment], where: str, *, holes: str = "refuse"
     if holes == "refuse":
         _refuse_holes(routes, where)
     turns_U2, response_N, logprobs_N, source_N = _turns(ordered, len(tokens_N))
-    versions_C2 = _joined_versions(ordered, source_N, where)
+    versions_C2 = _joined_versions(ordered, source_N)
     rollout = Rollout(
         tokens_N=tokens_N,
         response_N=response_N,
@@ -323,14 +323,8 @@ def _joined_kept(ordered: Sequence[Increment], source_N: np.ndarray) -> KeptSets
     return joined.take(np.where(source_N >= 0, begin + np.arange(len(source_N)), -1))
 
 
-def _joined_versions(
-    ordered: Sequence[Increment], source_N: np.ndarray, where: str
-) -> np.ndarray | None:
-    """First token and version of each span; None for a single version, or if one is unknown.
-
-    Raises:
-        EngineError: a token was sampled by older weights than a token before it.
-    """
+def _joined_versions(ordered: Sequence[Increment], source_N: np.ndarray) -> np.ndarray | None:
+    """First token and version of each span; None for a single version, or if one is unknown."""
     sampled = np.flatnonzero(source_N >= 0)
     versions = []
     for token in sampled.tolist():
@@ -341,7 +335,4 @@ def _joined_versions(
     changes = np.flatnonzero(np.diff(versions, prepend=-1))
     if len(changes) < 2:
         return None
-    versions_C2 = np.stack([sampled[changes], np.array(versions)[changes]], 1).astype(np.int64)
-    if wrong := wrong_versions(versions_C2, source_N >= 0, versions[0]):
-        raise EngineError(f"{where}: {wrong}")
-    return versions_C2
+    return np.stack([sampled[changes], np.array(versions)[changes]], 1).astype(np.int64)

@@ -157,7 +157,7 @@ class RolloutStore:
         shard, index, _ = self._find(rollout)
         fields = shard.read_tokens(index)
         if self._checks is not None:
-            self._checks.check_tokens(shard, index, fields)
+            self._checks.check_values(shard, range(index, index + 1), fields)
         return fields | {name: fields[name].astype(bool) for name in ("response", "recorded")}
 
     def column(self, name: str) -> np.ndarray:

@@ -1,6 +1,6 @@
 """Whether the values of a shard can be trained on: all of them, or those that were just read.
 
-Shape suffixes (docs/glossary.md): C, K, L, M, N, T, U, V.
+Shape suffixes (docs/glossary.md): C, K, L, M, T.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 from zlib_ng import zlib_ng
 
-from megatron_r3.data.rollout import sampled_tokens, wrong_logprobs, wrong_versions
+from megatron_r3.data.rollout import wrong_values
 from megatron_r3.data.store.header import (
     IN_MEMORY,
     PER_TOKEN,
@@ -21,7 +21,6 @@ from megatron_r3.data.store.header import (
 )
 from megatron_r3.data.store.schema import StoreError
 from megatron_r3.data.store.shard import Shard
-from megatron_r3.data.values import MOST_TOKEN_ID, wrong_token
 from megatron_r3.replay.routes import Origin, RoutesError, check_ids
 
 _READ_BYTES = 1 << 22  # of routes that a verification reads at once, but at least one layer
@@ -42,21 +41,51 @@ class ReadChecks:
     vocab_size: int = 0
     refuses_missing: bool = False
 
-    def check_tokens(self, shard: Shard, rollout: int, per_token: Mapping[str, np.ndarray]) -> None:
-        """Refuse a rollout with values that no rollout has, or that the trainer cannot take.
+    def check_values(
+        self, shard: Shard, rollouts: range, per_token: Mapping[str, np.ndarray]
+    ) -> None:
+        """Refuse rollouts with values that no rollout has, or that the trainer cannot take.
 
         Args:
-            per_token: its tensors PER_TOKEN.
+            per_token: the tensors PER_TOKEN of these rollouts, which follow each other.
 
         Raises:
             StoreError: naming the file, the rollout and the token.
         """
-        rollouts = range(rollout, rollout + 1)
-        check_values(shard, rollouts, per_token)
-        if self.vocab_size and not 0 < shard.info.vocab_size <= self.vocab_size:
-            check_tokens(shard, self.vocab_size, rollouts, per_token["tokens"])
-        if self.refuses_missing:
-            refuse_missing(shard, rollouts, per_token["recorded"])
+        start_M = shard.token_start_M - shard.token_start_M[rollouts.start]
+        row_start_M = shard.row_start_M - shard.row_start_M[rollouts.start]
+        for rollout in rollouts:
+            tokens = slice(*start_M[rollout : rollout + 2])
+            rows = slice(*row_start_M[rollout : rollout + 2])
+            own = {
+                name: tensor[rows if name == "recorded" else tokens]
+                for name, tensor in per_token.items()
+            }
+            if wrong := self._wrong(shard, rollout, own):
+                raise StoreError(f"{shard.path}: rollout {rollout}: {wrong}")
+
+    def _wrong(self, shard: Shard, rollout: int, own: Mapping[str, np.ndarray]) -> str | None:
+        """Why a rollout is refused; None if it is not. `own` has its tensors PER_TOKEN."""
+        for name in ("response", "recorded"):
+            if (own[name] > 1).any():
+                return f"{name} must be 0 or 1"
+        known = [size for size in (shard.info.vocab_size, self.vocab_size) if size]
+        wrong = wrong_values(
+            own["tokens"],
+            own["response"].astype(bool),
+            own["logprobs"],
+            shard.turns(rollout),
+            int(shard.tensors["policy_version"][rollout]),
+            shard.versions_C2(rollout),
+            shard.kept(rollout),
+            min(known, default=0),
+        )
+        if wrong is None and self.refuses_missing and not own["recorded"].all():
+            wrong = (
+                f"token {int(own['recorded'].argmin())} has no recorded routes, and "
+                "--moe-router-replay-missing is error; sample it again, or choose live"
+            )
+        return wrong
 
     def check_routes(
         self,
@@ -91,10 +120,15 @@ class ReadChecks:
                 raise StoreError(str(error)) from error
 
 
-def verify_shard(shard: Shard, thorough: bool = True) -> None:
+def verify_shard(
+    shard: Shard,
+    checks: ReadChecks = ReadChecks(),
+    thorough: bool = True,
+) -> None:
     """Read everything; check all sums and values, and that each row has distinct ids in range.
 
     Args:
+        checks: what the trainer cannot take.
         thorough: whether to compare also the sums of parts of rollouts, as training does when it
             reads; that costs more than the checksum of a whole tensor.
 
@@ -107,7 +141,8 @@ def verify_shard(shard: Shard, thorough: bool = True) -> None:
     token_sums = shard.read_tensor(TOKEN_SUMS)
     for name, tensor in per_token.items() if thorough else ():
         shard.sums.compare_whole(name, tensor[None], token_sums)
-    check_values(shard, range(shard.num_rollouts), per_token)  # compares kept sets, too
+    # reads kept sets, too, and compares them with their sums
+    checks.check_values(shard, range(shard.num_rollouts), per_token)
     recorded = int(per_token["recorded"].sum())
     if recorded != shard.recorded_rows:
         raise StoreError(
@@ -115,57 +150,6 @@ def verify_shard(shard: Shard, thorough: bool = True) -> None:
             "routes: write the shard again"
         )
     _verify_routes(shard, per_token["recorded"].astype(bool), thorough)
-
-
-def check_tokens(
-    shard: Shard,
-    vocab_size: int,
-    rollouts: range | None = None,
-    tokens: np.ndarray | None = None,
-) -> None:
-    """Refuse token ids outside a vocabulary.
-
-    Args:
-        rollouts: which to look at; None for all of the shard.
-        tokens: all tokens of these rollouts; None to read the shard's.
-
-    Raises:
-        StoreError: naming the file, the rollout and the token.
-    """
-    rollouts = range(shard.num_rollouts) if rollouts is None else rollouts
-    tokens = shard.read_tensor("tokens") if tokens is None else tokens
-    if wrong := wrong_token(tokens, vocab_size):
-        first = int(shard.token_start_M[rollouts.start])
-        rollout, token = shard.locate_token(first + wrong[0])
-        raise StoreError(f"{shard.path}: rollout {rollout}: token {token} {wrong[1]}")
-    for rollout in rollouts if shard.kept_start_M[-1] else ():
-        if (kept := shard.kept(rollout)) is None:
-            continue
-        place = int(kept.ids_V.argmax())
-        if kept.ids_V[place] >= vocab_size:
-            token = int(np.searchsorted(kept.offsets, place, side="right")) - 1
-            raise StoreError(
-                f"{shard.path}: rollout {rollout}: token {token}: its kept set has id "
-                f"{kept.ids_V[place]}; the vocabulary has ids 0 to {vocab_size - 1}"
-            )
-
-
-def refuse_missing(shard: Shard, rollouts: range, recorded: np.ndarray) -> None:
-    """Refuse a row without routes.
-
-    Args:
-        rollouts: which to look at.
-        recorded: of all of their rows.
-
-    Raises:
-        StoreError: naming the file, the rollout and the token.
-    """
-    for row in np.flatnonzero(recorded == 0)[:1].tolist():
-        rollout, token = shard.locate_row(int(shard.row_start_M[rollouts.start]) + row)
-        raise StoreError(
-            f"{shard.path}: rollout {rollout}, token {token} has no recorded routes, and "
-            "--moe-router-replay-missing is error; sample it again, or choose live"
-        )
 
 
 def _verify_routes(shard: Shard, recorded_T: np.ndarray, thorough: bool) -> None:
@@ -197,87 +181,3 @@ def _verify_routes(shard: Shard, recorded_T: np.ndarray, thorough: bool) -> None
                 f"{shard.path}: rollout {rollout}",
                 Origin(layer=layer),
             )
-
-
-def check_values(shard: Shard, rollouts: range, per_token: Mapping[str, np.ndarray]) -> None:
-    """Refuse values that no rollout has.
-
-    Args:
-        rollouts: which to look at.
-        per_token: their tensors PER_TOKEN.
-
-    Raises:
-        StoreError: naming the file, the rollout and the token.
-    """
-    _check_flags(shard, rollouts, per_token)
-    vocab_size = shard.info.vocab_size
-    check_tokens(shard, vocab_size or MOST_TOKEN_ID + 1, rollouts, per_token["tokens"])
-    response = per_token["response"].astype(bool)
-    start_M = shard.token_start_M[rollouts.start : rollouts.stop + 1]
-    wrong_M = response[start_M[:-1] - start_M[0]]
-    if wrong_M.any():
-        raise StoreError(
-            f"{shard.path}: rollout {rollouts[int(wrong_M.argmax())]}: its first token cannot be "
-            "sampled: nothing predicts it"
-        )
-    if wrong := wrong_logprobs(per_token["logprobs"], response):
-        rollout, token = shard.locate_token(int(start_M[0]) + wrong[0])
-        raise StoreError(f"{shard.path}: rollout {rollout}: token {token}: {wrong[1]}")
-    if not _turns_fit(shard, rollouts, response):
-        wrong_rollout = next(
-            rollouts[number]
-            for number, (begin, end) in enumerate(pairwise((start_M - start_M[0]).tolist()))
-            if not _turns_fit(shard, rollouts[number : number + 1], response[begin:end])
-        )
-        raise StoreError(
-            f"{shard.path}: rollout {wrong_rollout}: its `turns` and its `response` mark different "
-            "tokens as sampled"
-        )
-    _check_extras(shard, rollouts, per_token)
-
-
-def _check_flags(shard: Shard, rollouts: range, per_token: Mapping[str, np.ndarray]) -> None:
-    """Refuse a `response` or `recorded` that is neither 0 nor 1."""
-    for name, locate, start_M in (
-        ("response", shard.locate_token, shard.token_start_M),
-        ("recorded", shard.locate_row, shard.row_start_M),
-    ):
-        for place in np.flatnonzero(per_token[name] > 1)[:1].tolist():
-            rollout, _ = locate(int(start_M[rollouts.start]) + place)
-            raise StoreError(f"{shard.path}: rollout {rollout}: {name} must be 0 or 1")
-
-
-def _check_extras(shard: Shard, rollouts: range, per_token: Mapping[str, np.ndarray]) -> None:
-    """Refuse kept sets and version spans that no rollout can have."""
-    if not shard.kept_start_M[-1] and not len(shard.tensors["versions"]):
-        return
-    begin = int(shard.token_start_M[rollouts.start])
-    for rollout in rollouts:
-        first, end = (shard.token_start_M[rollout : rollout + 2] - begin).tolist()
-        tokens_N, response_N, logprobs_N = (
-            per_token[name][first:end] for name in ("tokens", "response", "logprobs")
-        )
-        sampled_N = response_N.astype(bool)
-        wrong, versions_C2, kept = None, shard.versions_C2(rollout), shard.kept(rollout)
-        if versions_C2 is not None:
-            version = int(shard.tensors["policy_version"][rollout])
-            wrong = wrong_versions(versions_C2, sampled_N, version)
-        if wrong is None and kept is not None:
-            wrong = kept.wrong(tokens_N, sampled_N, logprobs_N, shard.info.vocab_size)
-        if wrong is not None:
-            raise StoreError(f"{shard.path}: rollout {rollout}: {wrong}")
-
-
-def _turns_fit(shard: Shard, rollouts: range, response: np.ndarray) -> bool:
-    """Whether rollouts' turns lie inside them and cover exactly the tokens of `response`, bool."""
-    start_M = shard.token_start_M[rollouts.start : rollouts.stop + 1]
-    start_M = start_M - start_M[0]
-    num_turns = shard.tensors["num_turns"][rollouts.start : rollouts.stop]
-    first, last = shard.pair_start_M["turns"][[rollouts.start, rollouts.stop]].tolist()
-    starts_U = np.repeat(start_M[:-1], num_turns)
-    ends_U = np.repeat(start_M[1:], num_turns)
-    turns_U2 = shard.tensors["turns"][2 * first : 2 * last].reshape(-1, 2) + starts_U[:, None]
-    if (turns_U2[:, 0] < starts_U).any() or (turns_U2[:, 1] > ends_U).any():
-        return False
-    sampled = sampled_tokens(turns_U2, int(start_M[-1]))
-    return sampled is not None and np.array_equal(sampled, response)

@@ -91,7 +91,7 @@ def test_a_row_without_routes(store_dir, refuses):
         return
     with pytest.raises(StoreError) as refusal:
         store.fields(1)
-    assert str(refusal.value).startswith(f"{path}: rollout 1, token 3 has no recorded routes")
+    assert str(refusal.value).startswith(f"{path}: rollout 1: token 3 has no recorded routes")
     trained_on(store_dir, None).fields(1)
 
 
