@@ -194,7 +194,7 @@ class _Reader:
             refuse_defaults(self.recording.engine, request, self.defaults, where)
             engine, shape = self.recording.engine, self.recording.model.shape
             choices = decode_increments(engine, response, request, shape, where)
-            decoded = [(choice.whole(), choice.said()) for choice in choices]
+            decoded = [(choice.whole(), choice.said) for choice in choices]
             digests = [prompt_digest(one) for one in prompt_contents(engine, request)]
             if any(choice.kept is not None for choice in choices):
                 settings = replace(settings, logprobs_of="processed")

@@ -62,7 +62,7 @@ class Server:
                 raise EngineError(
                     f"{where}: the response has {len(samples)} samples; 1 was asked for"
                 )
-            decoded, said = samples[0].whole(), samples[0].said()
+            decoded, said = samples[0].whole(), samples[0].said
             # vLLM names the model in each response, and the decoder compares the two names.
             if model and not said.model:
                 raise EngineError(f"{where}: the response names no model; {model!r} was asked for")

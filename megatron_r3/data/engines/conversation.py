@@ -48,8 +48,7 @@ class Increment:
             normalised over these sets. None if the engine returned no sampling mask.
         versions_G: int64, the version of the weights that sampled each token; None if the engine
             does not report it as a whole number.
-        says: the response's text, finish reason and weight versions; if these are refused, a text
-            with the reason, which `said` raises.
+        said: the response's text, finish reason and weight versions.
     """
 
     tokens_N: np.ndarray
@@ -61,7 +60,7 @@ class Increment:
     where: str = "response"
     kept: KeptSets | None = None
     versions_G: np.ndarray | None = None
-    says: Said | str = field(default_factory=Said)
+    said: Said = field(default_factory=Said)
 
     def check(self) -> None:
         """Refuse fields that do not fit each other, and values that no rollout can have.
@@ -98,16 +97,6 @@ class Increment:
         logprobs_N[sampled_N] = self.logprobs_G
         if self.kept and (reason := self.kept.wrong(self.tokens_N, sampled_N, logprobs_N)):
             raise EngineError(reason)
-
-    def said(self) -> Said:
-        """The response's text, finish reason and weight versions.
-
-        Raises:
-            EngineError: the decoder refused them; the message names `where` and the reason.
-        """
-        if isinstance(self.says, str):
-            raise EngineError(f"{self.where}: {self.says}")
-        return self.says
 
     def whole(self) -> Rollout:
         """The rollout of this response alone.

@@ -31,7 +31,7 @@ from megatron_r3.data.engines.body import (
 )
 from megatron_r3.data.engines.checks import checked_routes, checked_tokens
 from megatron_r3.data.engines.conversation import Increment, read_choices
-from megatron_r3.data.engines.said import said_or_why_not
+from megatron_r3.data.engines.said import read_said
 from megatron_r3.data.engines.shape import EngineError, ModelShape, naming
 from megatron_r3.replay.words import quoted, said
 
@@ -116,8 +116,8 @@ def _increment(
     logprobs_G = number_array(values, "generation_log_probs")
     routes = checked_routes(rows_TLK, len(tokens_N), shape)
     versions_G = policy_versions(fields.get("policy_epoch"), len(prompt), len(response_G))
-    says = said_or_why_not(body, choice, [] if versions_G is None else versions_G.tolist())
-    return Increment(tokens_N, len(prompt), logprobs_G, routes, versions_G=versions_G, says=says)
+    told = read_said(body, choice, [] if versions_G is None else versions_G.tolist())
+    return Increment(tokens_N, len(prompt), logprobs_G, routes, versions_G=versions_G, said=told)
 
 
 def policy_versions(epochs: Any, prompt_length: int, num_sampled: int) -> np.ndarray | None:

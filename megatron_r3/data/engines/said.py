@@ -1,8 +1,4 @@
-"""What a response holds beside tokens and routes: its text, finish reason and weight versions.
-
-Many callers need only tokens and routes. So a decoder does not fail on a wrong text or name of a
-version: the error is kept, and raised when the caller asks for these (`Increment.said`).
-"""
+"""What a response holds beside tokens and routes: its text, finish reason and weight versions."""
 
 from __future__ import annotations
 
@@ -37,16 +33,6 @@ class Said:
     finish_reason: str = ""
     policies: tuple[str, ...] = ()
     model: str = ""
-
-
-def said_or_why_not(
-    body: Mapping[str, Any], choice: Mapping[str, Any], versions: Iterable[int] = ()
-) -> Said | str:
-    """What `read_said` returns, or the message of the error that it raises."""
-    try:
-        return read_said(body, choice, versions)
-    except EngineError as error:
-        return str(error)
 
 
 def read_said(

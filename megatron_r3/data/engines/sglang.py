@@ -44,7 +44,7 @@ from megatron_r3.data.engines.checks import (
 )
 from megatron_r3.data.engines.conversation import Increment, read_choices
 from megatron_r3.data.engines.drawn import kept_sets, version_spans
-from megatron_r3.data.engines.said import said_or_why_not
+from megatron_r3.data.engines.said import read_said
 from megatron_r3.data.engines.shape import EngineError, ModelShape, naming
 from megatron_r3.data.kept import KeptSets
 from megatron_r3.replay.words import quoted
@@ -202,7 +202,7 @@ def _increment(
         *(tokens_N, len(prompt), logprobs_G, routes, start),
         kept=kept,
         versions_G=versions_G,
-        says=said_or_why_not(*item["says"]),
+        said=read_said(*item["says"]),
     )
 
 

@@ -33,7 +33,7 @@ from megatron_r3.data.engines.body import (
 from megatron_r3.data.engines.checks import checked_routes, checked_tokens
 from megatron_r3.data.engines.conversation import Increment, read_choices
 from megatron_r3.data.engines.drawn import kept_sets, version_spans
-from megatron_r3.data.engines.said import said_or_why_not
+from megatron_r3.data.engines.said import read_said
 from megatron_r3.data.engines.shape import EngineError, ModelShape, naming
 from megatron_r3.replay.routes import Routes
 from megatron_r3.replay.words import quoted
@@ -119,7 +119,7 @@ def _increment(
         *(tokens_N, len(prompt), logprobs_G, routes, start),
         kept=kept,
         versions_G=versions_G,
-        says=said_or_why_not(body, choice),
+        said=read_said(body, choice),
     )
 
 
