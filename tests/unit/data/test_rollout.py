@@ -113,8 +113,12 @@ def test_the_control_is_written_and_read(tmp_path):
     [
         ({"reward": UNREWARDED}, "reward nan: a reward is finite"),
         ({"reward": None}, "reward None: a reward is a number"),
+        ({"reward": 1e39}, "reward 1e\\+39: a reward is finite, in float32"),
+        ({"sample": -1}, "sample -1: must be a whole number from 0 on"),
+        ({"group": 2**63}, "group 9223372036854775808: must be a whole number"),
         ({"policy_version": UNKNOWN_POLICY}, "policy_version -1: must be a whole number from 0 on"),
-        ({"group": "0"}, "group must be a whole number; got '0'"),
+        ({"group": 1.5}, "group must be a whole number; got 1.5"),
+        ({"tokens_N": np.arange(496, 505)}, "token 4 is id 500; the vocabulary has ids 0 to 499"),
         ({"prompt_digest": 2**63}, "prompt_digest must be of 63 bits"),
     ],
 )

@@ -1,7 +1,4 @@
-"""Stores on a real file system that is odd: no link(), lost answers, late names, stale files.
-
-Shape suffixes (docs/glossary.md): N.
-"""
+"""Stores on a real file system that is odd: no link(), lost answers, late names, stale files."""
 
 import errno
 import os
@@ -10,10 +7,9 @@ import sys
 import threading
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from odd_filesystem import mounted
-from stored import INFO, ROLLOUTS, header_of, make_rollout, opened
+from stored import INFO, ROLLOUTS, header_of, opened
 
 from megatron_r3.collect.resume import only_writer
 from megatron_r3.data.store import RolloutStore, StoreError, open_stores, write_shard
@@ -200,14 +196,6 @@ def test_a_directory_whose_sync_fails_is_an_error(odd):
 # -- readers
 
 
-def test_a_store_as_it_is_has_the_shards_whose_names_have_come(odd):
-    write(odd.folder, 0, 1, 2)
-    odd.switch(late_s=60, late_names=(NAMES[2],))
-    assert len(opened(odd.path / "s")) == 2 * len(ROLLOUTS)
-    odd.switch()
-    assert len(opened(odd.path / "s")) == 3 * len(ROLLOUTS)
-
-
 def test_a_store_as_it_is_refuses_a_name_that_came_before_an_earlier_one(odd):
     write(odd.folder, 0, 1, 2)
     odd.switch(late_s=60, late_names=(NAMES[1],))
@@ -231,39 +219,3 @@ def test_a_followed_store_waits_for_late_names(odd, late, first):
     assert store.column("policy_version").tolist() == [n for n in range(4) for _ in ROLLOUTS]
     store.verify()
     timer.join()
-
-
-def replace_shard(odd):
-    """Another client replaces the first shard by other rollouts of the same shapes."""
-    lengths = [len(rollout.tokens_N) for rollout in ROLLOUTS]
-    others = [make_rollout(n, seed=90 + n, sample=i) for i, n in enumerate(lengths)]
-    os.replace(write_shard(odd.folder / "other", INFO, others), odd.folder / "s" / NAMES[0])
-    return others
-
-
-READS = {
-    "tokens": lambda store: store.fields(0),
-    "routes": lambda store: store.routes(store.row_ids(0), [0, 2]),
-    "everything": lambda store: store.verify(),
-}
-
-
-@pytest.mark.parametrize("read", READS)
-@pytest.mark.parametrize("follow_s", [None, 0.0])
-@pytest.mark.parametrize("stale", [True, False])
-def test_a_shard_that_another_client_replaces(odd, stale, follow_s, read):
-    """Where the server still has the file that is open, it is read on."""
-    write(odd.folder, 0, 1)
-    odd.switch(stale=stale)
-    store = open_stores([odd.path / "s"], follow_s=follow_s)
-    READS[read](store)
-    others = replace_shard(odd)
-    if stale:
-        message = r"cannot be read any more \(Stale file handle\): was it removed or replaced"
-        with pytest.raises(StoreError, match=rf"{NAMES[0]}: {message}"):
-            READS[read](store)
-    else:
-        READS[read](store)
-        assert np.array_equal(store.fields(1)["tokens"], ROLLOUTS[1].tokens_N)
-    fresh = RolloutStore([odd.path / "s"], mixed_policies=True)
-    assert np.array_equal(fresh.rollout(1).tokens_N, others[1].tokens_N)

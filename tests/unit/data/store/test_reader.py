@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from stored import INFO, OTHER, ROLLOUTS, make_rollout, opened
+from stored import INFO, ROLLOUTS, make_rollout, opened
 
 from megatron_r3.data.store import RolloutStore, SamplingSettings, StoreError, write_shard
 from megatron_r3.train.dataset import RolloutDataset
@@ -79,19 +79,6 @@ def test_uint16_above_256_experts(tmp_path):
 def test_a_store_named_twice(store_dir):
     with pytest.raises(StoreError, match="named twice"):
         RolloutStore([store_dir, f"{store_dir}/../{store_dir.name}"])
-
-
-def test_policies_mix_only_on_request(tmp_path):
-    write_shard(tmp_path / "a", INFO, ROLLOUTS[:1])
-    write_shard(tmp_path / "b", replace(INFO, router_fingerprint=OTHER), ROLLOUTS[:1])
-    assert len(RolloutStore([tmp_path / "a", tmp_path / "b"], mixed_policies=True)) == 2
-
-
-def test_stores_of_different_models_do_not_mix(tmp_path):
-    write_shard(tmp_path / "a", INFO, ROLLOUTS[:1])
-    write_shard(tmp_path / "b", replace(INFO, router_fingerprint=OTHER), ROLLOUTS[:1])
-    with pytest.raises(StoreError, match=r"b/shard-00000.*: does not belong to .*a/shard-00000"):
-        RolloutStore([tmp_path / "a", tmp_path / "b"])
 
 
 def test_groups_of_two_collections_are_not_mixed(tmp_path):

@@ -17,19 +17,6 @@ from stored import INFO, OTHER, ROLLOUTS, header_of, make_rollout, opened
 from megatron_r3.data.store import RolloutStore, SamplingSettings, StoreError, write_shard, writer
 
 WRONG_INFO = {
-    "moe_layers must be the numbers of hidden layers, from 0 on, ascending; got []": {
-        "moe_layers": ()
-    },
-    "moe_layers must be the numbers of hidden layers, from 0 on, ascending; got [1, 1, 5]": {
-        "moe_layers": (1, 1, 5)
-    },
-    "moe_layers must be the numbers of hidden layers, from 0 on, ascending; got [True, 2, 5]": {
-        "moe_layers": (True, 2, 5)
-    },
-    "topk must be a whole number from 1 to 16; got 17": {"topk": 17},
-    "topk must be a whole number from 1 to 16; got 4.0": {"topk": 4.0},
-    "topk must be a whole number from 1 to 16; got True": {"topk": True},
-    "num_experts must be a whole number from 1 to 32768; got 32769": {"num_experts": 32769},
     "router_fingerprint: 2 router digests; expected one for each of 3 layers": {
         "router_fingerprint": OTHER[:2]
     },
@@ -65,36 +52,6 @@ def test_a_writer_refuses_an_impossible_info(tmp_path, message):
     with pytest.raises(StoreError) as refusal:
         write_shard(tmp_path / "new", replace(INFO, **WRONG_INFO[message]), ROLLOUTS[:1])
     assert str(refusal.value) == f"{tmp_path / 'new'}: {message}"
-    assert not (tmp_path / "new").exists()
-
-
-def with_logprob(token, value):
-    logprobs = ROLLOUTS[0].logprobs_N.copy()
-    logprobs[token] = value
-    return {"logprobs_N": logprobs}
-
-
-WRONG_ROLLOUTS = {
-    "token 3: its log-prob is -9999, which vLLM sends in place of -inf": with_logprob(3, -9999),
-    "token 3: its log-prob is -95, below -64": with_logprob(3, -95),
-    "token 3: its log-prob is 5: a probability above 1": with_logprob(3, 5),
-    "token 4 is id -1; the vocabulary has ids 0 to 63": {"tokens_N": np.array([0, 1, 2, 3, -1])},
-    "token 2 is id 64; the vocabulary has ids 0 to 63": {"tokens_N": np.array([0, 1, 64, 3, 4])},
-    "tokens_N of shape (5, 1) for 5 tokens": {"tokens_N": np.ones((5, 1), np.int32)},
-    "reward 1e+39: a reward is finite, in float32": {"reward": 1e39},
-    "sample -1: must be a whole number from 0 on": {"sample": -1},
-    "group 9223372036854775808: must be a whole number": {"group": 2**63},
-    "group must be a whole number; got 1.5": {"group": 1.5},
-    "prompt_digest must be of 63 bits; got -1": {"prompt_digest": -1},
-}
-
-
-@pytest.mark.parametrize("message", WRONG_ROLLOUTS)
-def test_a_writer_refuses_values_that_no_rollout_has(tmp_path, message):
-    wrong = replace(ROLLOUTS[0], **WRONG_ROLLOUTS[message])
-    with pytest.raises(StoreError) as refusal:
-        write_shard(tmp_path / "new", replace(INFO, vocab_size=64), [ROLLOUTS[1], wrong])
-    assert str(refusal.value).startswith(f"{tmp_path / 'new'}: rollout 1: {message}")
     assert not (tmp_path / "new").exists()
 
 
