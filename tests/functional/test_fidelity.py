@@ -20,7 +20,7 @@ QUICK = [case for case in CASES if case.quick and not case.script]  # PyPI has n
 # Other tests are about these, or another case has the same layout and more. `make matrix` runs them
 # on the older lines.
 ELSEWHERE = (
-    *("old log-probs first", "2 mini-steps, EP2", "R2, PP2xVPP2", "temperature 0.7, TP2+SP"),
+    *("old log-probs first", "temperature 0.7, TP2+SP"),
     *("guests, EP2xPP2xVPP2", "balanced, EP2", "balanced, CP2"),
     *("PP2", "PP2xVPP2, number of stages", "EP2", "CP2", "TP2+SP, no EP"),
 )
