@@ -1,6 +1,6 @@
 """Sums over rollouts, the bounded ratio, and averages, by hand.
 
-What context parallelism makes of the sums is shown in tests/functional/test_losses_split.py.
+What context parallelism makes of the sums is shown in tests/functional/test_policy_update.py.
 
 Shape suffixes (docs/glossary.md): B, S, M.
 """
