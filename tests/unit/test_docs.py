@@ -63,10 +63,7 @@ RUN_BY = [
     (r"make image-matrix\b", NO_DOCKER),
     (r"make image-(vllm-cpu|sampler)\b", NO_DOCKER),
     (r"make (help|files)\b", HERE),
-    (
-        r"make compare\b",
-        "tests/functional/test_comparison.py::test_replay_lowers_k3_under_noise",
-    ),
+    (r"make compare\b", "by hand: it takes an hour; tests/unit/comparison runs its parts"),
     (
         r"make trees\b",
         "tests/unit/fidelity/test_pinned_trees.py::test_a_tree_that_is_refused_is_a_row",
