@@ -45,10 +45,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
     },
-    "sigmoid, groups": {
-        "moe_router_score_function": "sigmoid",
-        "moe_router_num_groups": 4,
-        "moe_router_group_topk": 2,
+    "sqrtsoftplus, bias": {
+        "moe_router_score_function": "sqrtsoftplus",
+        "moe_router_enable_expert_bias": True,
     },
     "live bias": {
         "moe_router_score_function": "sigmoid",
