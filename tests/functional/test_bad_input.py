@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from stored import rewrite
-from training import STEP, Policy, changed_store, parse, train, unread_options
+from training import STEP, Policy, changed_store, parse, parse_all, train, unread_options
 from wrongs import FIRST, WRONGS
 
 from demo.model import arguments
@@ -38,8 +38,19 @@ def refused(worker: TreeWorker, argv: list[str], **options: Any) -> str:
     return str(text)
 
 
-def test_the_good_command_is_accepted(patched: TreeWorker, policy: Policy) -> None:
-    assert patched.run(parse, 1, policy.arguments()) == [""]
+def refused_each(worker: TreeWorker, given: dict[str, list[str]], **options: Any) -> None:
+    """Each command is refused with one error, which says its key."""
+    (said,) = worker.run(parse_all, 1, [*given.values()], timeout_s=240, **options)
+    for reason, text in zip(given, said, strict=True):
+        assert text.count("error:") == 1, (reason, text)
+        assert reason in " ".join(text.split()), (reason, text)
+        assert "Traceback" not in text
+
+
+def test_good_commands_are_accepted(patched: TreeWorker, policy: Policy) -> None:
+    good = [[], ["--mtp-num-layers", "1"], ["--bf16", "--overlap-moe-expert-parallel-comm"]]
+    argvs = [policy.arguments(*more) for more in good]
+    assert patched.run(parse_all, 1, argvs) == [[""] * len(argvs)]
 
 
 OPTIONS = {
@@ -50,14 +61,18 @@ OPTIONS = {
     "moe_router_force_biased": ["--moe-router-force-biased", "0.5"],
     # what an extra refuses: tests/unit/balance/test_guest_refusals.py
     "one rank has all experts": ["--moe-router-replay-guest-slots", "2"],
+    # the store is of another model, or not of this training
+    "MoE layers": ["--num-layers", "6"],
+    "topk 4 there, 2 here": ["--moe-router-topk", "2"],
+    "experts 16 there, 8 here": ["--num-experts", "8"],
+    "[0, 1, 2, 3] there, [0, 2] here": ["--moe-layer-freq", "2"],
+    "more than --seq-length 16": ["--seq-length", "16"],
+    "the vocabulary has ids 0 to 7": ["--vocab-size", "8"],
 }
 
 
-@pytest.mark.parametrize("reason", OPTIONS)
-def test_options_that_would_not_replay_exactly(
-    patched: TreeWorker, policy: Policy, reason: str
-) -> None:
-    assert reason in refused(patched, policy.arguments(*OPTIONS[reason]))
+def test_options_that_would_not_replay_exactly(patched: TreeWorker, policy: Policy) -> None:
+    refused_each(patched, {reason: policy.arguments(*more) for reason, more in OPTIONS.items()})
 
 
 def test_every_routing_option_of_this_tree_was_looked_at(patched: TreeWorker) -> None:
@@ -82,13 +97,9 @@ ROLLOUTS = {
 }
 
 
-@pytest.mark.parametrize("reason", ROLLOUTS)
-def test_options_that_do_not_go_with_rollouts(
-    patched: TreeWorker, policy: Policy, reason: str
-) -> None:
-    env = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}  # FSDP asks for it
-    text = refused(patched, policy.arguments(*ROLLOUTS[reason]), env=env)
-    assert reason in text
+def test_options_that_do_not_go_with_rollouts(patched: TreeWorker, policy: Policy) -> None:
+    given = {reason: policy.arguments(*more) for reason, more in ROLLOUTS.items()}
+    refused_each(patched, given, env={"CUDA_DEVICE_MAX_CONNECTIONS": "8"})  # FSDP asks for it
 
 
 def test_every_option_that_does_not_go_with_rollouts_is_in_the_list() -> None:
@@ -98,44 +109,12 @@ def test_every_option_that_does_not_go_with_rollouts_is_in_the_list() -> None:
     assert {f"--{name.replace('_', '-')}" for name in names} <= named
 
 
-def test_mtp_and_overlap_are_accepted(patched: TreeWorker, policy: Policy) -> None:
-    assert patched.run(parse, 1, policy.arguments("--mtp-num-layers", "1")) == [""]
-    overlap = ["--bf16", "--overlap-moe-expert-parallel-comm"]
-    assert patched.run(parse, 1, policy.arguments(*overlap)) == [""]
-
-
 def test_a_dense_model(patched: TreeWorker, policy: Policy) -> None:
     argv = policy.arguments()
     for name in ("--num-experts", "--moe-router-topk", "--moe-ffn-hidden-size"):
         at = argv.index(name)
         del argv[at : at + 2]
     assert "no MoE layer" in refused(patched, argv)
-
-
-MODELS = {
-    "MoE layers": ["--num-layers", "6"],
-    "topk 4 there, 2 here": ["--moe-router-topk", "2"],
-    "experts 16 there, 8 here": ["--num-experts", "8"],
-    r"[0, 1, 2, 3] there, [0, 2] here": ["--moe-layer-freq", "2"],
-}
-
-
-@pytest.mark.parametrize("difference", MODELS)
-def test_a_store_of_another_model(patched: TreeWorker, policy: Policy, difference: str) -> None:
-    text = refused(patched, policy.arguments(*MODELS[difference]))
-    assert difference in text
-    assert str(policy.store) in text
-
-
-def test_a_rollout_longer_than_the_sequence(patched: TreeWorker, policy: Policy) -> None:
-    text = refused(patched, policy.arguments("--seq-length", "16"))
-    assert "rollout" in text
-    assert "more than --seq-length 16" in text
-
-
-def test_a_token_outside_the_vocabulary(patched: TreeWorker, policy: Policy) -> None:
-    text = refused(patched, policy.arguments("--vocab-size", "8"))
-    assert "the vocabulary has ids 0 to 7" in text
 
 
 def test_a_missing_store(patched: TreeWorker, policy: Policy, tmp_path: Path) -> None:
@@ -153,13 +132,14 @@ WRONG_SHARDS = [
 ]
 
 
-@pytest.mark.parametrize("name", WRONG_SHARDS)
-def test_a_wrong_shard(patched: TreeWorker, policy: Policy, tmp_path: Path, name: str) -> None:
-    store = shutil.copytree(policy.store, tmp_path / "store")
-    change, _ = WRONGS[name]
-    change(store / FIRST)
-    line = refused(patched, policy.arguments(store=store))
-    assert f"error: {store / FIRST}: " in " ".join(line.split())
+def test_a_wrong_shard(patched: TreeWorker, policy: Policy, tmp_path: Path) -> None:
+    given = {}
+    for name in WRONG_SHARDS:
+        store = shutil.copytree(policy.store, tmp_path / name)
+        change, _ = WRONGS[name]
+        change(store / FIRST)
+        given[f"error: {store / FIRST}: "] = policy.arguments(store=store)
+    refused_each(patched, given)
 
 
 def test_missing_rows_with_policy_error(
@@ -309,25 +289,25 @@ def sampled(policy: Policy, folder: Path, **settings: float) -> Path:
     return changed_store(policy.store, folder, lambda routes: routes, sampling=changed)
 
 
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"temperature": 0.7}, "temperature 0.7"),
-        ({"top_p": 0.9, "top_k": 20}, "top_p 0.9, top_k 20"),
-        ({"min_p": 0.1}, "min_p 0.1"),
-    ],
-)
+SAMPLING: dict[str, dict[str, float]] = {
+    "temperature 0.7": {"temperature": 0.7},
+    "top_p 0.9, top_k 20": {"top_p": 0.9, "top_k": 20},
+    "min_p 0.1": {"min_p": 0.1},
+}
+
+
 def test_sampling_that_the_loss_does_not_know_is_refused_or_accepted_by_name(
-    patched: TreeWorker, policy: Policy, tmp_path: Path, settings: dict[str, float], named: str
+    patched: TreeWorker, policy: Policy, tmp_path: Path
 ) -> None:
-    store = sampled(policy, tmp_path / "s", **settings)
-    text = refused(patched, policy.arguments(store=store))
-    assert f"sampled with {named}, and it does not have what the loss needs for that" in text
-    assert "--rollouts-sampling any" in text
-    argv = policy.arguments("--rollouts-sampling", "any", store=store)
-    assert patched.run(parse, 1, argv) == [""]
-    plain = sampled(policy, tmp_path / "plain", max_tokens=5)
-    assert patched.run(parse, 1, policy.arguments(store=plain)) == [""]
+    given, taken = {}, []
+    for named, settings in SAMPLING.items():
+        store = sampled(policy, tmp_path / named, **settings)
+        reason = f"sampled with {named}, and it does not have what the loss needs for that"
+        given[reason] = policy.arguments(store=store)
+        taken.append(policy.arguments("--rollouts-sampling", "any", store=store))
+    refused_each(patched, given)
+    taken.append(policy.arguments(store=sampled(policy, tmp_path / "plain", max_tokens=5)))
+    assert patched.run(parse_all, 1, taken) == [[""] * len(taken)]
 
 
 def test_what_a_user_should_know_is_said_at_the_start(

@@ -110,6 +110,19 @@ def parse(rank: int, argv: list[str], hidden: bool = False) -> str:
     return errors.getvalue() if code else ""
 
 
+def parse_all(rank: int, argvs: list[list[str]]) -> list[str]:
+    """`parse` of each command, in one process."""
+    from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
+    from megatron.training.global_vars import unset_global_variables
+
+    said = []
+    for argv in argvs:
+        said.append(parse(rank, argv))
+        unset_global_variables()
+        unset_num_microbatches_calculator()
+    return said
+
+
 def export(rank: int, argv: list[str]) -> None:
     """megatron_r3/weights/hf.py."""
     from megatron_r3.weights import hf
