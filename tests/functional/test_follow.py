@@ -1,7 +1,8 @@
-"""A store that grows while training runs, and a training that is interrupted and resumed."""
+"""A store that grows or changes while training runs, and a training that is interrupted."""
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -11,9 +12,11 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 from slow import slow_except
-from training import Policy, fails, parts, same, steps_on, train
+from training import Policy, fails, parts, same, steps_on, stores, train
 
 from megatron_r3.data.store import Rollout, StoreInfo, write_shard
+from megatron_r3.train import launch
+from proof.fidelity.rig.rank_process import RankError
 from proof.fidelity.rig.worker import TreeWorker
 
 EP2 = ["--expert-model-parallel-size", "2"]
@@ -158,3 +161,36 @@ def test_collections_of_a_store_that_grows_and_brings_its_advantages(
         write_shard(tmp_path / "lacks", unstamped, shard)
     lacks = steps_on(policy, tmp_path / "lacks", 4, *COLLECTIONS, "--rollouts-follow", "5")
     assert "shard-00002.safetensors: rollout 0 has no advantage" in fails(patched, lacks)
+
+
+def overwritten_while_training(rank: int, argv: list[str], store: str) -> None:
+    """Train; at the second micro-batch the middle third of each shard is overwritten."""
+    from demo.pretrain import datasets, forward_step
+
+    calls: list[int] = []
+
+    def before_forward(*_: Any) -> None:
+        calls.append(1)
+        for shard in Path(store).glob("*.safetensors") if len(calls) == 2 else ():
+            size = shard.stat().st_size // 3
+            with shard.open("r+b") as file:
+                file.seek(size)
+                file.write(bytes(size))
+
+    sys.argv = ["pretrain.py", *argv]
+    launch.train(
+        datasets, forward_step, lambda models: models[0].register_forward_pre_hook(before_forward)
+    )
+
+
+def test_a_store_that_changes_while_it_is_trained_on_ends_the_training_with_one_line(
+    patched: TreeWorker, policy: Policy, tmp_path: Path
+) -> None:
+    store = stores(policy, tmp_path)
+    argv = steps_on(policy, store, 10)
+    with pytest.raises(RankError) as failure:
+        patched.run(overwritten_while_training, 1, argv, str(store), timeout_s=120)
+    assert "SystemExit: 1" in str(failure.value)
+    (line,) = {line for line in str(failure.value).splitlines() if line.startswith("error: ")}
+    assert str(store / "shard-0000") in line
+    assert "while it is in use" in line

@@ -62,17 +62,3 @@ def test_a_wrong_expert_is_refused_before_the_step_that_would_use_it(
         steps = tmp_path / str(number) / "latest_checkpointed_iteration.txt"
         # before training; or after the first step, which was right and was updated
         assert (steps.read_text() if steps.exists() else "0") == ("1" if check else "0")
-
-
-def test_a_store_that_only_a_rank_could_refuse_ends_all_with_one_line(
-    patched: TreeWorker, policy: Policy, tmp_path: Path
-) -> None:
-    """Each rank has its share of the shards, and hears what another one found."""
-    store = stores(policy, tmp_path)
-    for number in range(4):
-        path = store / f"shard-0000{number}.safetensors"
-        whole = path.read_bytes()
-        path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-        error = told(patched, steps_on(policy, store, 1, *EP2))
-        assert f"{path}: rollout 7: checksum of" in error
-        path.write_bytes(whole)
