@@ -9,8 +9,8 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from router_targets import ASKED, FULL, clear, equal, give, targets, wanted_maps
-from tiny import SEQUENCE, config, loss_and_gradients, model, start
+from router_targets import ASKED, FULL, clear, equal, targets, wanted_maps
+from tiny import SEQUENCE, config, loss_and_gradients, start
 from watch import maps_of
 
 from megatron_r3 import local_routers
@@ -79,33 +79,6 @@ def test_mtp_routers_are_in_no_list_and_stay_live(patched: TreeWorker) -> None:
     }
 
 
-def dense_first_layer(rank: int) -> dict[str, Any]:
-    from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
-
-    import megatron_r3.frameworks.router_replay  # noqa: F401
-
-    start()
-    gpt = model(config(**ASKED, **FULL, moe_layer_freq=[0, 1, 1, 1]))
-    seen = maps_of(gpt)
-    given = targets(layers=3)
-    RouterReplay.set_replay_data(given)
-    RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
-    loss_and_gradients(gpt, nullcontext())
-    want = wanted_maps(given)
-    return {
-        "layers": sorted({layer for layer, _ in seen}),
-        "wrong": sum(not torch.equal(want[layer - 2], map_TE) for layer, map_TE in seen),
-        "shifted by a layer": sum(
-            torch.equal(want[layer - 3], map_TE) for layer, map_TE in seen if layer > 2
-        ),
-    }
-
-
-def test_a_dense_first_layer_shifts_nothing(patched: TreeWorker) -> None:
-    (result,) = patched.run(dense_first_layer, 1)
-    assert result == {"layers": [2, 3, 4], "wrong": 0, "shifted by a layer": 0}
-
-
 def hybrid(rank: int) -> dict[str, Any]:
     """A hybrid model of attention, MLP and MoE layers: another class of block."""
     from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -143,43 +116,3 @@ def hybrid(rank: int) -> dict[str, Any]:
 
 def test_a_hybrid_model_replays(patched: TreeWorker) -> None:
     assert patched.run(hybrid, 1) == [{"passes": 4, "wrong": 0, "live passes that fit": 0}]
-
-
-def own_forward(rank: int) -> dict[str, Any]:
-    """A class of layers with a `forward` that does not call TransformerBlock's: mcore-bridge's."""
-    from megatron.core.tensor_parallel import checkpoint
-    from megatron.core.transformer.transformer_block import TransformerBlock
-
-    import megatron_r3.frameworks.router_replay  # noqa: F401
-
-    class OwnForward(TransformerBlock):
-        def forward(self, hidden_states: torch.Tensor, *_: Any, **options: Any) -> torch.Tensor:
-            for layer in self.layers:
-
-                def run(hidden_states: torch.Tensor, layer: Any = layer) -> torch.Tensor:
-                    output: torch.Tensor = layer(hidden_states, None)[0]
-                    return output
-
-                hidden_states = checkpoint(run, False, hidden_states)
-            return hidden_states
-
-    start()
-    gpt = model(config(**ASKED))
-    gpt.decoder.__class__ = OwnForward
-    seen, given = maps_of(gpt), targets()
-    give(gpt, given)
-    loss_and_gradients(gpt, nullcontext())
-    want = wanted_maps(given)
-    clear()
-    replayed = list(seen)
-    seen.clear()
-    loss_and_gradients(gpt, nullcontext())
-    return {
-        "passes": len(replayed),
-        "wrong": sum(not torch.equal(want[layer - 1], map_TE) for layer, map_TE in replayed),
-        "live passes that fit": sum(torch.equal(want[layer - 1], map_TE) for layer, map_TE in seen),
-    }
-
-
-def test_a_block_with_a_forward_of_its_own_replays(patched: TreeWorker) -> None:
-    assert patched.run(own_forward, 1) == [{"passes": 8, "wrong": 0, "live passes that fit": 0}]

@@ -74,43 +74,6 @@ def test_a_row_that_is_no_route_is_live_once_and_in_its_layer(
 # -- options
 
 
-def fusion(rank: int) -> dict[str, Any]:
-    """With moe_router_fusion, and the reference in place of the kernel that a CPU does not have."""
-    import megatron_r3.frameworks.router_replay  # noqa: F401
-    from megatron_r3.replay.gate import replayed_gate_reference, substitute_gate
-
-    start()
-    gpt = model(config(**ASKED, **FULL, moe_router_fusion=True))
-    calls = []
-
-    def gate(inputs: Any, options: Any) -> Any:
-        calls.append(inputs.live_T is not None)
-        return replayed_gate_reference(inputs, options)
-
-    seen, given = maps_of(gpt), targets()
-    given[2][6] = given[2][6, 0]
-    with substitute_gate(gate):
-        give(gpt, given)
-        loss_and_gradients(gpt, nullcontext())
-    good_T = torch.arange(TOKENS) != 6
-    want = wanted_maps(given)
-    third = [map_TE for layer, map_TE in seen if layer == 3]
-    return {
-        "calls": len(calls),
-        "wrong": sum(
-            not torch.equal(want[layer - 1][good_T], map_TE[good_T]) for layer, map_TE in seen
-        ),
-        "the bad row": [int(map_TE[6].sum()) for map_TE in third],
-        "the same in recompute": torch.equal(*third),
-    }
-
-
-def test_the_fused_gate_replays_targets(patched: TreeWorker) -> None:
-    assert patched.run(fusion, 1) == [
-        {"calls": 8, "wrong": 0, "the bad row": [2, 2], "the same in recompute": True}
-    ]
-
-
 def planned(rank: int, dispatcher: str, is_right: bool) -> dict[str, Any]:
     """Expert parallel, the plan compared with what the device counts, in forward and recompute."""
     import megatron_r3.frameworks.router_replay as drop_in
