@@ -14,9 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import grouped_experts
 import pytest
-import torch
 from skewed_routes import Gradients, furthest, skewed
 from slow import slow_except
 from training import STEP, Policy, gradients, same, train
@@ -38,7 +36,6 @@ BUCKETS = "--ddp-bucket-size 3000"
 
 # what `make fidelity` has more of, and what it has not: grouped experts
 CASES = {
-    "EP2": "",
     "grouped experts, full recompute": f"--moe-grouped-gemm {RECOMPUTE}",
     "grouped experts, activations recomputed": (
         "--moe-grouped-gemm --recompute-granularity selective --recompute-modules moe_act"
@@ -90,25 +87,6 @@ def on(store: Path, *more: str) -> list[str]:
     return arguments(STEP, rollouts, ["--expert-model-parallel-size", "2"], list(more))
 
 
-def distance(one: Gradients, other: Gradients) -> float:
-    """The norm of the difference by the norm of the other."""
-    pairs = [(a[name], b[name]) for a, b in zip(one, other, strict=True) for name in b]
-    difference, size = (
-        sum(float(part.double().square().sum()) for part in parts)
-        for parts in ([a - b for a, b in pairs], [b for _, b in pairs])
-    )
-    return float((difference / size) ** 0.5)
-
-
-@pytest.mark.slow
-def test_in_bf16_it_is_as_near_to_float32(patched: TreeWorker, store: Path) -> None:
-    exact, plain, guests = (
-        patched.run(gradients, 2, on(store, "--clip-grad", "0", *more.split()), timeout_s=240)
-        for more in ("", "--bf16", f"--bf16 {GUESTS}")
-    )
-    assert 0 < distance(guests, exact) < 1.2 * distance(plain, exact)
-
-
 STEPS = "--global-batch-size 4 --train-iters 4 --micro-batch-size 1 --lr 1e-4 --clip-grad 0"
 
 
@@ -127,38 +105,12 @@ def train_until(rank: int, argv: list[str], killed_at: int) -> None:
     train(rank, argv)
 
 
-def trained(rank: int, argv: list[str]) -> dict[str, torch.Tensor]:
-    """The weights of this rank after training."""
-    if "--moe-grouped-gemm" in argv:
-        grouped_experts.install()
-    return train(rank, argv)
-
-
 def largest_difference(one: Gradients, other: Gradients) -> float:
     return max(
         float((a[name] - b[name]).abs().max())
         for a, b in zip(one, other, strict=True)
         for name in a
     )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("experts", ["", "--moe-grouped-gemm"], ids=["one by one", "grouped"])
-def test_four_steps_end_with_the_weights_of_a_training_without(
-    patched: TreeWorker, store: Path, experts: str
-) -> None:
-    """Parameters are gathered while the next pass runs, in many buckets.
-
-    Two ranks have the same experts. If one of them reduced or gathered buckets in another order
-    than the other, because its guests are in other layers, other buckets would be taken for them.
-    """
-    argv = on(store, *f"{STEPS} {OVERLAP} {BUCKETS} {experts}".split())
-    start, plain, found = (
-        patched.run(trained, 4, [*argv, *options.split()], timeout_s=300)
-        for options in ("--train-iters 1 --lr 1e-30", "", GUESTS)
-    )
-    assert largest_difference(found, plain) < 1e-5 < 1e-4 < largest_difference(plain, start)
-    assert not same(found, plain)
 
 
 def asked_for_parameters(rank: int, argv: list[str]) -> list[bool]:
