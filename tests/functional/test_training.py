@@ -25,15 +25,6 @@ from proof.fidelity.rollouts import CONTROLS
 EP2 = ["--expert-model-parallel-size", "2"]
 RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "uniform"]
 RECOMPUTE += ["--recompute-num-layers", "1"]
-LAYOUTS = {
-    "EP2": (2, EP2),
-    "TP2 SP": (2, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
-    "CP2": (2, ["--context-parallel-size", "2"]),
-    "PP2 VPP2": (
-        2,
-        ["--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2"],
-    ),
-}
 
 
 def step(worker: TreeWorker, ranks: int, argv: list[str], folder: Path) -> dict[str, Any]:
@@ -46,22 +37,6 @@ def step(worker: TreeWorker, ranks: int, argv: list[str], folder: Path) -> dict[
 def whole(patched: TreeWorker, policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The step of one process."""
     return step(patched, 1, policy.arguments(), tmp_path_factory.mktemp("whole"))
-
-
-@pytest.mark.parametrize("name", slow_except(LAYOUTS, "TP2 SP", "PP2 VPP2"))
-def test_every_layout_reports_the_same(
-    patched: TreeWorker, policy: Policy, whole: dict[str, Any], tmp_path: Path, name: str
-) -> None:
-    ranks, layout = LAYOUTS[name]
-    got = step(patched, ranks, policy.arguments(*layout), tmp_path)
-    assert whole["routes_dispatched_as_recorded"] == 1.0
-    assert got["routes_dispatched_as_recorded"] == 1.0
-    for metric in ("k3_kl", "mean_abs_dlogp", "reward_mean"):
-        assert got[metric] == pytest.approx(whole[metric], rel=1e-3, abs=1e-6)
-    assert got["loss"] == pytest.approx(whole["loss"], abs=1e-6)
-    assert got["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-4)
-    assert got["router_mismatch"] == pytest.approx(whole["router_mismatch"], abs=2e-3)
-    assert got["token_mismatch"] == pytest.approx(whole["token_mismatch"], abs=6e-3)
 
 
 def test_live_training_dispatches_otherwise_and_is_measured_the_same_way(
@@ -86,11 +61,11 @@ def test_what_was_not_measured_is_not_reported_as_zero(
     assert not [tag for tag in tags if "mismatch" in tag]
 
 
-@pytest.mark.parametrize("wrong", CONTROLS.values(), ids=CONTROLS)
+@pytest.mark.parametrize("control", slow_except(CONTROLS, "swap_layers"))
 def test_a_wrong_store_is_replayed_as_it_says_and_its_agreement_shows_it(
-    patched: TreeWorker, policy: Policy, whole: dict[str, Any], tmp_path: Path, wrong: Any
+    patched: TreeWorker, policy: Policy, whole: dict[str, Any], tmp_path: Path, control: str
 ) -> None:
-    store = changed_store(policy.store, tmp_path / "wrong", wrong)
+    store = changed_store(policy.store, tmp_path / "wrong", CONTROLS[control])
     got = step(patched, 1, policy.arguments(store=store), tmp_path / "events")
     assert got["routes_dispatched_as_recorded"] == 1.0
     assert got["mean_abs_dlogp"] > 3 * whole["mean_abs_dlogp"]
