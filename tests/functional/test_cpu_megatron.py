@@ -1,4 +1,4 @@
-"""An unmodified Megatron on the CPU: what is put in TE's place is right, and layouts agree.
+"""An unmodified Megatron on the CPU: what is put in the place of TE's attention is right.
 
 Each case is a function that the ranks of a worker run; only there is Megatron imported.
 """
@@ -54,22 +54,6 @@ def config(tp: int = 1, cp: int = 1, **options: Any) -> Any:
             **options,
         }
     )
-
-
-def norm_marks(rank: int) -> list[Any]:
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
-    marks: list[Any] = []
-    for parallel in (False, True):
-        options = config(sequence_parallel=parallel, tp=2 if parallel else 1)
-        norm = WrappedTorchNorm(options, 32, eps=1e-4)
-        marks += [type(norm).__name__, norm.eps, norm.weight.sequence_parallel]
-        assert options.sequence_parallel is parallel
-    return marks
-
-
-def test_norms_are_marked_for_sequence_parallelism(worker: TreeWorker) -> None:
-    assert worker.run(norm_marks, 1) == [["RMSNorm", 1e-4, False, "RMSNorm", 1e-4, True]]
 
 
 def attend(rank: int, cp: int, lengths: list[int], packed: bool, **options: Any) -> Any:
@@ -186,71 +170,6 @@ def test_attention_refuses_what_it_does_not_do(worker: TreeWorker) -> None:
         messages, ("no_mask", "causal attention mask", "window_size", "softmax_type"), strict=True
     ):
         assert text in message
-
-
-def train(rank: int, tp: int, folder: str) -> list[float]:
-    """The losses of two Adam steps from the weights in `folder`; one process writes them first."""
-    from megatron.core import dist_checkpointing, parallel_state
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-
-    start(tp=tp)
-    options = config(tp=tp)
-    spec = get_gpt_layer_local_spec(num_experts=8, moe_grouped_gemm=False, normalization="RMSNorm")
-    gpt = GPTModel(options, spec, VOCABULARY, SEQUENCE, position_embedding_type="rope")
-    if tp == 1:
-        dist_checkpointing.save(gpt.sharded_state_dict(), folder)
-    else:
-        gpt.load_state_dict(dist_checkpointing.load(gpt.sharded_state_dict(), folder))
-    model = DistributedDataParallel(options, DistributedDataParallelConfig(), gpt.cuda())
-    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-2), [model])
-    assert parallel_state.get_tensor_model_parallel_world_size() == tp
-    generator = torch.Generator().manual_seed(3)
-    tokens = torch.randint(0, VOCABULARY, (2, SEQUENCE + 1), generator=generator).cuda()
-    positions = torch.arange(SEQUENCE, device="cuda").expand(2, -1)
-    losses = []
-    for _ in range(2):
-        model.zero_grad_buffer()
-        optimizer.zero_grad()
-        loss = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:]).mean()
-        loss.backward()
-        finalize_model_grads([model])
-        _, grad_norm, _ = optimizer.step()
-        losses += [loss.item(), float(grad_norm)]
-    return losses
-
-
-def test_tp_and_sp_train_as_one_process_does(worker: TreeWorker, tmp_path: Path) -> None:
-    (alone,) = worker.run(train, 1, 1, str(tmp_path))
-    parallel = worker.run(train, 2, 2, str(tmp_path))
-    assert parallel[0] == parallel[1]
-    assert parallel[0] == pytest.approx(alone, rel=0, abs=1e-6)
-    assert alone[2] < alone[0]
-
-
-def recompute(rank: int) -> float:
-    """The largest difference in gradients that recomputing an output makes."""
-    from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
-
-    start()
-    grads = []
-    for again in (False, True):
-        tensor = torch.arange(6.0).view(2, 3).requires_grad_()
-        step = CheckpointWithoutOutput() if again else None
-        hidden = step.checkpoint(torch.exp, tensor) if step else tensor.exp()
-        output = hidden.view(6) * hidden.view(6)  # a view and a saved tensor of the storage
-        if step:
-            step.discard_output_and_register_recompute(output)
-        output.sum().backward()
-        grads.append(tensor.grad)
-    return (grads[0] - grads[1]).abs().max().item()
-
-
-def test_a_discarded_output_is_recomputed_without_a_compiler(worker: TreeWorker) -> None:
-    assert worker.run(recompute, 1) == [0.0]
 
 
 def index_builder(rank: int) -> str:

@@ -1,4 +1,4 @@
-"""A worker survives what its cases do; a script runs as `-m megatron_r3.cpu` promises."""
+"""A script runs as `-m megatron_r3.cpu` promises: its children, and a user's mistake."""
 
 from __future__ import annotations
 
@@ -7,37 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-import torch
-
 from megatron_r3.cpu import device
-from proof.fidelity.rig.rank_process import RankError
-from proof.fidelity.rig.worker import TreeWorker
-
-
-def failing(rank: int) -> None:
-    raise KeyError(f"of rank {rank}")
-
-
-def hanging(rank: int) -> None:
-    torch.distributed.init_process_group("gloo")
-    if rank == 0:
-        torch.distributed.barrier()
-    os.read(os.pipe()[0], 1)
-
-
-def in_the_layer(rank: int, *, factor: int) -> int:
-    return factor * rank if device.installed() and torch.empty(1).is_cuda else -1
-
-
-def test_a_worker_goes_on_after_failures(unpatched: TreeWorker) -> None:
-    with pytest.raises(RankError, match="of rank 0"):
-        unpatched.run(failing, 1)
-    with pytest.raises(RankError, match=r"ran past 3\.0 s") as error:
-        unpatched.run(hanging, 2, timeout_s=3.0)
-    assert "hanging" in str(error.value)
-    assert unpatched.run(in_the_layer, 3, factor=2) == [0, 2, 4]
-
 
 SPAWNING = """
 import multiprocessing, os, sys, typing

@@ -1,4 +1,4 @@
-"""The flex dispatcher and hybrid models on the CPU, on an unpatched Megatron."""
+"""Hybrid models on the CPU, on an unpatched Megatron."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ def config(**options: Any) -> Any:
     """Two layers, eight experts; nothing that only a patched tree knows."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    # float32 router probabilities, as DeepEP has them
-    return TransformerConfig(**{**SHAPE, "num_layers": 2, "moe_router_dtype": "fp32", **options})
+    return TransformerConfig(**{**SHAPE, "num_layers": 2, **options})
 
 
-def step(model: Any, rank: int = 0) -> Losses:
-    """Loss and gradients of a batch, another one on each rank."""
-    tokens, positions, labels = batch(seed=5 + rank)
+def step(model: Any) -> Losses:
+    """Loss and gradients of a batch."""
+    tokens, positions, labels = batch()
     loss = model(tokens, positions, None, labels=labels).sum()
     loss.backward()
     return loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
@@ -36,72 +35,6 @@ def difference(one: Losses, other: Losses) -> float:
     assert one[1].keys() == other[1].keys()
     pairs = [(one[0], other[0]), *((one[1][name], other[1][name]) for name in one[1])]
     return max(float((a - b).abs().max() / b.abs().max().clamp(min=1)) for a, b in pairs)
-
-
-def flex_and_alltoall(rank: int, ranks_of_layer: int, options: dict[str, Any]) -> dict[str, Any]:
-    """How far the two dispatchers differ, and what DeepEP's stand-in was called for."""
-    from deep_ep import Buffer
-
-    start(tensor_model_parallel_size=ranks_of_layer, expert_model_parallel_size=2)
-    parallel = {
-        "tensor_model_parallel_size": ranks_of_layer,
-        "sequence_parallel": ranks_of_layer > 1,
-        "expert_model_parallel_size": 2,
-        "expert_tensor_parallel_size": 1,
-        **options,
-    }
-    # a TP group has one batch
-    mine = rank if ranks_of_layer == 1 else 0
-    alltoall = step(model(config(**parallel)), mine)
-    calls = {"dispatch": 0, "combine": 0}
-    masked = 0
-
-    def counted(name: str) -> None:
-        original = getattr(Buffer, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal masked
-            calls[name] += 1
-            if kwargs.get("topk_idx") is not None:
-                masked += int((kwargs["topk_idx"] < 0).sum())
-            return original(*args, **kwargs)
-
-        setattr(Buffer, name, call)
-
-    for name in calls:
-        counted(name)
-    flex_options = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "deepep"}
-    gpt = model(config(**parallel, **flex_options))
-    flex = step(gpt, mine)
-    gpt.zero_grad(set_to_none=True)
-    return {
-        "difference": difference(flex, alltoall),
-        "another batch": difference(step(gpt, 7), alltoall),
-        "calls": calls,
-        "masked": masked,
-        "expert gradients": sum("experts" in name for name in flex[1]),
-    }
-
-
-@pytest.mark.parametrize(
-    ("ranks_of_layer", "options"),
-    [
-        (1, {"moe_aux_loss_coeff": 1e-2}),
-        (2, {}),
-        (1, {"moe_expert_capacity_factor": 0.5}),
-    ],
-    ids=["ep", "tp", "dropped"],
-)
-def test_flex_is_alltoall(
-    unpatched: TreeWorker, ranks_of_layer: int, options: dict[str, Any]
-) -> None:
-    for got in unpatched.run(flex_and_alltoall, 2, ranks_of_layer, options):
-        assert got["difference"] < 1e-6
-        assert got["another batch"] > 1e-2
-        # two layers, two steps; a combine's backward pass is a dispatch, and the other way round
-        assert got["calls"] == {"dispatch": 8, "combine": 8}
-        assert (got["masked"] > 0) == ("moe_expert_capacity_factor" in options)
-        assert got["expert gradients"] == 2 * 4 * 2  # layers, experts of a rank, weights
 
 
 def hybrid(pattern: str, **options: Any) -> Any:
