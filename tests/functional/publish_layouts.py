@@ -20,22 +20,18 @@ from megatron_r3.data.digest import file_digest
 # Less than the model has rows for: the last rows of the vocabulary are padding.
 VOCABULARY, PADDED = 61, 64
 
-# name: ranks, sizes of Megatron's process groups, more options of the config
-Layout = tuple[int, dict[str, int], dict[str, Any]]
+Layout = tuple[int, dict[str, int]]  # ranks, sizes of Megatron's process groups
 TP2 = {"tensor_model_parallel_size": 2}
 EP2 = {"expert_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 VPP2 = {"virtual_pipeline_model_parallel_size": 2}
 DENSE = {"moe_layer_freq": [0, 1, 1, 1]}
 LAYOUTS: dict[str, Layout] = {
-    "1": (1, {}, {}),
-    "DP2": (2, {}, {}),
-    "TP2": (2, {**TP2, "expert_tensor_parallel_size": 2}, {}),
-    "EP2": (2, EP2, {}),
-    "PP2": (2, PP2, {}),
-    "PP2xEP2": (4, {**PP2, **EP2}, {}),
-    "PP2xVPP2": (2, {**PP2, **VPP2}, {}),
-    "TP2xEP2, ETP 1": (2, {**TP2, **EP2}, {}),
+    "EP2": (2, EP2),
+    "PP2": (2, PP2),
+    "PP2xEP2": (4, {**PP2, **EP2}),
+    "PP2xVPP2": (2, {**PP2, **VPP2}),
+    "TP2xEP2, ETP 1": (2, {**TP2, **EP2}),
 }
 
 
