@@ -7,8 +7,6 @@ Shape suffixes (docs/glossary.md): B, S, E.
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -244,30 +242,4 @@ def refusals(rank: int, folder: Path, changed: list[Path]) -> list[str]:
             said.append(str(error))
     after = models[0].parameters()
     assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
-    return said
-
-
-def checks(rank: int, folder: Path, changes: Sequence[tuple[str, Any]]) -> dict[str, str]:
-    """In a rank: what its family says of a model, and of it with a field of its config changed."""
-    from megatron_r3.replay.layers import unwrapped
-    from megatron_r3.weights.family import settings_of
-
-    (model,), args = build(folder)
-    config, settings = unwrapped(model).config, settings_of(model, args.vocab_size)
-    newer = dataclasses.make_dataclass("Newer", [("made_up", int, 3)], bases=(type(config),))
-    newer.__module__ = "megatron.core.newer"  # as if Megatron's own class had the field
-    family = FAMILIES[json.loads((folder / "config.json").read_text())["model_type"]]
-    said = {}
-    for name, value in [("", None), ("interpolation", 2), *changes]:
-        changed = copy.copy(config)
-        if name == "made_up":
-            changed.__class__ = newer
-        of_rope = {"interpolation": value} if name == "interpolation" else {}
-        if name and not of_rope:
-            setattr(changed, name, value)
-        try:
-            family.check(changed, dataclasses.replace(settings, **of_rope))
-            said[f"{name} {value}" if name else ""] = ""
-        except ValueError as error:
-            said[f"{name} {value}" if name else ""] = str(error)
     return said
