@@ -64,29 +64,11 @@ def test_rollouts_that_fill_no_micro_batch_are_left_out(lopsided):
     assert size["store"]["0"]["all"] == pytest.approx(4 / 3)
 
 
-def test_rollouts_that_fill_no_global_batch_keep_their_places(lopsided):
-    store, plan = RolloutStore([lopsided]), SkewPlan([2], [0], global_batch_size=6, seed=3)
-    (size,) = measure_skew(store, plan)["sizes"]
-    order = [*(Schedule(6, seed=3).mixed(i) for i in range(6)), 6, 7]
-    of_group = np.array(order).reshape(4, 2) // 4
-    expected = [2.0 if one == other else 1.0 for one, other in of_group]
-    assert size["shuffled"]["0"]["micro_batches"] == expected
-    assert expected[3] == 2.0
-    assert 1.0 in expected
-
-
 def test_ranks_that_share_their_rollouts_have_fewer_in_a_micro_batch(lopsided):
     store, plan = RolloutStore([lopsided]), SkewPlan([4], [0], ranks_per_rollout=2)
     (size,) = measure_skew(store, plan)["sizes"]
     assert size["micro_batches"] == 4
     assert size["store"]["0"]["all"] == 4  # two rollouts of one group load one rank of four
-
-
-def test_the_heading_says_who_shares_rollouts(lopsided, capsys):
-    words = ["rollouts", "skew", str(lopsided), "--ep", "4", "--micro-batch-size", "2"]
-    for more, holders in (([], "2 rollout(s) a rank;"), (["2"], "2 rollout(s) for 2 ranks")):
-        assert main([*words, *(["--ranks-per-rollout", *more] if more else [])]) == 0
-        assert holders in capsys.readouterr().out.splitlines()[1]
 
 
 def test_the_command_prints_a_table(lopsided, capsys):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from training_arguments import ARGUMENTS
 
-from megatron_r3.train.option_table import NOT_WITH_ROLLOUTS, refuse_without_rollouts
+from megatron_r3.train.option_table import NOT_WITH_ROLLOUTS
 from megatron_r3.train.options import (
     RolloutOptions,
 )
@@ -120,15 +120,3 @@ def test_options_that_could_not_train_as_they_say(change: dict[str, object], mes
     options()  # the same arguments without the change are taken
     with pytest.raises(ValueError, match=message):
         options(**change)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"rollouts_pack": True}, {"rollouts_max_lag": 0}, {"moe_router_replay_missing": "error"}],
-)
-def test_options_that_would_do_nothing_are_refused(change: dict[str, object]) -> None:
-    alone = {"rollouts": None, "moe_router_replay": True}
-    refuse_without_rollouts(SimpleNamespace(**{**ARGUMENTS, **alone}))
-    (name,) = change
-    with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} does nothing without"):
-        refuse_without_rollouts(SimpleNamespace(**{**ARGUMENTS, **alone, **change}))

@@ -199,53 +199,12 @@ REFUSED: list[tuple[dict[str, object], str]] = [
         {"moe_router_replay_stale_source": "rollout", "moe_router_replay_max_lag": 1},
         "--moe-router-replay-stale-source rollout: it must be one of old-policy, live",
     ),
-    *(
-        ({name: value, "moe_router_replay": False}, f"--{name.replace('_', '-')} {value} needs --m")
-        for name, value in (
-            ("moe_router_replay_source", "live"),
-            ("moe_router_replay_max_lag", 1),
-            ("moe_router_replay_stale_source", "live"),
-            ("moe_router_replay_missing", "error"),
-            ("moe_router_replay_aux_loss", "live"),
-            ("moe_router_replay_expert_bias", "live"),
-            ("moe_router_replay_guest_slots", 2),
-            ("moe_router_replay_guest_domain", 8),
-            ("moe_router_replay_guest_tokens", 512),
-        )
-    ),
-    *(
-        (
-            {name: value, "moe_router_replay_source": "live"},
-            f"{flag}: not together with --moe-router-replay-source live: no route is replayed",
-        )
-        for name, value, flag in (
-            ("moe_router_replay_aux_loss", "live", "--moe-router-replay-aux-loss live"),
-            ("moe_router_replay_verify_plan", True, "--moe-router-replay-verify-plan"),
-            ("moe_router_replay_dispatch_plan", False, "--no-moe-router-replay-dispatch-plan"),
-            ("moe_router_replay_fused_gate", False, "--no-moe-router-replay-fused-gate"),
-        )
-    ),
-    (
-        {"moe_router_replay_missing": "error", "moe_router_replay_source": "old-policy"},
-        "--moe-router-replay-missing error needs --moe-router-replay-source rollout: with",
-    ),
-    (
-        {"moe_router_replay_verify_plan": True, "moe_router_replay_dispatch_plan": False},
-        "--moe-router-replay-verify-plan needs --moe-router-replay-dispatch-plan",
-    ),
     (
         {
             "moe_router_replay_verify_dispatch": True,
             "moe_router_replay_log_mismatch_interval": 0,
         },
         "-verify-dispatch: not together with .*-log-mismatch-interval 0: nothing is compared",
-    ),
-    *(
-        (
-            {f"moe_router_replay_guest_{name}": value, "moe_router_replay_guest_slots": 0},
-            f"--moe-router-replay-guest-{name} {value} needs --moe-router-replay-guest-slots",
-        )
-        for name, value in (("domain", 8), ("tokens", 512))
     ),
     ({"moe_router_replay_max_lag": -1}, "--moe-router-replay-max-lag -1: it must be 0 or more"),
     (
