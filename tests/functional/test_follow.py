@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors import safe_open
 from slow import slow_except
 from training import Policy, fails, parts, same, steps_on, stores, train
 
@@ -114,53 +113,6 @@ def test_a_policy_is_checked_when_its_first_rollout_is_used(
     patched.run(train, 1, steps_on(policy, tmp_path / "s", 2, *anyone), timeout_s=120)
     old = fails(patched, steps_on(policy, tmp_path / "s", 2, *anyone, "--rollouts-max-lag", "0"))
     assert "policy version 0, which is more than --rollouts-max-lag 0 behind version 1" in old
-
-
-def read_records(folder: Path) -> list[dict[str, Any]]:
-    """What each file of the old policy's record says of its training, and its tensors as bytes."""
-    found = []
-    for path in sorted(folder.rglob("rank-*")):
-        with safe_open(path, "numpy") as file:
-            tensors = {name: file.get_tensor(name).tobytes() for name in file.keys()}  # noqa: SIM118
-            found.append({**file.metadata(), **tensors})
-    return found
-
-
-COLLECTIONS = ["--rollouts-old-policy", "trainer", "--rollouts-mini-steps", "2"]
-COLLECTIONS += ["--rollouts-advantages", "stored", "--moe-router-replay-max-lag", "0"]
-
-
-@pytest.mark.slow
-def test_collections_of_a_store_that_grows_and_brings_its_advantages(
-    patched: TreeWorker, policy: Policy, tmp_path: Path
-) -> None:
-    """Two shards are a collection: the old-policy pass and the lag wait for both of them."""
-    info, shards = parts(policy)
-    unstamped = replace(info, router_fingerprint=())
-    valued = [[replace(r, advantage=(-1.0) ** i) for i, r in enumerate(shard)] for shard in shards]
-    for shard in valued:
-        write_shard(tmp_path / "whole", unstamped, shard)
-    more = [*COLLECTIONS, *EP2, "--save-interval", "3"]
-    whole = [*steps_on(policy, tmp_path / "whole", 4, *more), "--save", str(tmp_path / "a")]
-    want = patched.run(train, 2, whole, timeout_s=240)
-
-    sampler = sampling(tmp_path / "grows", unstamped, valued)
-    follow = [*more, "--rollouts-follow", "60", "--save", str(tmp_path / "b")]
-    got = patched.run(train, 2, steps_on(policy, tmp_path / "grows", 4, *follow), timeout_s=240)
-    sampler.join()
-    assert same(want, got)
-    records = [read_records(tmp_path / folder / "old-policy") for folder in "ab"]
-    # each training has a pass of its own, whose number its ranks share
-    passes = [{record.pop("pass") for record in part} for part in records]
-    assert [len(numbers) for numbers in passes] == [1, 1]
-    assert passes[0] != passes[1]
-    assert records[0] == records[1]
-    assert {record["rollouts"] for record in records[0]} == {"16 to 31"}  # on both ranks
-
-    for shard in (valued[0], valued[1], shards[2], valued[3]):
-        write_shard(tmp_path / "lacks", unstamped, shard)
-    lacks = steps_on(policy, tmp_path / "lacks", 4, *COLLECTIONS, "--rollouts-follow", "5")
-    assert "shard-00002.safetensors: rollout 0 has no advantage" in fails(patched, lacks)
 
 
 def overwritten_while_training(rank: int, argv: list[str], store: str) -> None:

@@ -153,12 +153,3 @@ def test_a_training_without_rollouts_before_begins_at_the_first(
     store = RolloutStore([policy.store])
     (reward,) = series_of(tmp_path)["reward"]
     assert reward == pytest.approx(float(store.column("reward")[:PART].mean()))
-
-
-def test_a_checkpoint_that_was_copied_elsewhere_still_remembers(
-    patched: TreeWorker, policy: Policy, tmp_path: Path, interrupted: tuple[Path, Path]
-) -> None:
-    store, saved = interrupted
-    shutil.copytree(saved, tmp_path / "copied")
-    (store / "shard-00003.safetensors").unlink()
-    assert "is gone" in fails(patched, resumed(policy, store, tmp_path / "copied"))
