@@ -125,19 +125,6 @@ def test_without_the_binding_a_recompute_takes_other_routes(patched: TreeWorker)
     assert patched.run(recompute_sees_its_own_routes, 1, False) == [False]
 
 
-def after_an_exception(rank: int) -> bool:
-    start()
-    gpt = model(config())
-    live = loss_and_gradients(gpt, contextlib.nullcontext())
-    with contextlib.suppress(RuntimeError), replaying(other_routes(layers=2)):
-        gpt(*batch()[:2], None, labels=batch()[2])  # layer 3 has no routes
-    return same(live, loss_and_gradients(gpt, contextlib.nullcontext()))
-
-
-def test_an_exception_inside_a_microbatch_leaves_nothing_behind(patched: TreeWorker) -> None:
-    assert patched.run(after_an_exception, 1) == [True]
-
-
 def mtp_stays_live(rank: int) -> list[tuple[int, bool]]:
     from megatron.core.transformer.moe.router import TopKRouter
 
@@ -178,39 +165,6 @@ def mtp_stays_live(rank: int) -> list[tuple[int, bool]]:
 def test_mtp_routers_are_live_and_alias_no_decoder_layer(patched: TreeWorker) -> None:
     (hooks,) = patched.run(mtp_stays_live, 1)
     assert hooks == [(1, True), (2, True), (3, True), (4, True), (1, False)]
-
-
-def other_models(rank: int) -> dict[str, bool]:
-    """A policy, a critic of another shape beside it, and the policy built anew."""
-    start()
-    policy = model(config())
-    want = loss_and_gradients(policy, replaying(other_routes()))
-    critic = model(config(num_layers=2, moe_router_topk=3))
-    live = loss_and_gradients(critic, contextlib.nullcontext())
-    again = loss_and_gradients(policy, replaying(other_routes()))
-    # the critic runs while the policy's microbatch waits for its backward pass
-    tokens, positions, labels = batch()
-    policy.zero_grad(set_to_none=True)
-    with replaying(other_routes()):
-        loss = policy(tokens, positions, None, labels=labels).sum()
-    beside = loss_and_gradients(critic, contextlib.nullcontext())
-    loss.backward()
-    mixed = {n: p.grad for n, p in policy.named_parameters() if p.grad is not None}
-    del policy
-    return {
-        "beside a critic": same(want, again),
-        "the critic is live": same(live, beside),
-        "a critic in between": same(want, (loss.detach(), mixed)),
-        "built anew": same(want, loss_and_gradients(model(config()), replaying(other_routes()))),
-        "routes matter": not same(want, loss_and_gradients(model(config()), replaying(None))),
-    }
-
-
-def test_another_model_in_the_process_and_a_rebuilt_one_change_nothing(
-    patched: TreeWorker,
-) -> None:
-    (results,) = patched.run(other_models, 1)
-    assert all(results.values()), results
 
 
 def noisy_ties(rank: int) -> dict[str, bool]:

@@ -192,31 +192,6 @@ def test_a_replayed_layer_does_not_ask_transformer_engine(patched: TreeWorker) -
     assert asked == [True] * 4 + [False] * 4
 
 
-def what_it_says(rank: int) -> dict[str, Any]:
-    import logging
-
-    tiny.start()
-    records: list[str] = []
-    logger = logging.getLogger("megatron_r3.seams.option")
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    configs = [tiny.config(moe_router_fusion=fused) for fused in (True, True, False)]
-    return {
-        "said": records,
-        "upstream": [c.moe_router_fusion for c in configs],
-        "gate": [c.moe_router_replay_fused_gate for c in configs],
-    }
-
-
-def test_without_transformer_engine_it_says_so_once(patched: TreeWorker) -> None:
-    (got,) = patched.run(what_it_says, 1)
-    assert len(got["said"]) == 1
-    assert "moe_router_fusion: no Transformer Engine" in got["said"][0]
-    assert got["upstream"] == [False, False, False]
-    assert got["gate"] == [True, True, None]
-
-
 def test_a_training_without_a_gpu_falls_back(
     patched: TreeWorker, policy: Policy, tmp_path: Path
 ) -> None:

@@ -72,47 +72,6 @@ def test_two_models_in_a_process_do_not_mix(patched: TreeWorker) -> None:
     assert all(results.values()), results
 
 
-def passes_in_flight(rank: int) -> dict[str, bool]:
-    """Two forward passes before their backward passes, which come in the wrong order."""
-    import megatron_r3.frameworks.router_replay  # noqa: F401
-
-    start()
-    gpt = model(config(**ASKED, **FULL))
-    give(gpt, targets(1))
-    with torch.no_grad():
-        forward(gpt)  # upstream's queue would keep these targets
-    want = []
-    for seed in (2, 3):
-        give(gpt, targets(seed))
-        want.append(loss_and_gradients(gpt, nullcontext()))
-    losses = []
-    for seed in (2, 3):
-        give(gpt, targets(seed))
-        losses.append(forward(gpt))
-    clear()  # a framework clears before the backward pass, and sets what the next forward does
-    give(gpt, targets(4))
-    results = {}
-    for number in (0, 1):
-        gpt.zero_grad(set_to_none=True)
-        losses[number].backward()
-        got = {n: p.grad.clone() for n, p in gpt.named_parameters() if p.grad is not None}
-        results[f"pass {number}"] = equal(want[number], (losses[number].detach(), got))
-    clear()
-    live = forward(gpt)
-    give(gpt, targets(4))  # the recompute of a live pass, with an action set for the next one
-    gpt.zero_grad(set_to_none=True)
-    live.backward()
-    got = {n: p.grad.clone() for n, p in gpt.named_parameters() if p.grad is not None}
-    clear()
-    results["a live pass"] = equal(loss_and_gradients(gpt, nullcontext()), (live.detach(), got))
-    return results
-
-
-def test_a_recompute_takes_the_targets_of_its_own_forward_pass(patched: TreeWorker) -> None:
-    (results,) = patched.run(passes_in_flight, 1)
-    assert all(results.values()), results
-
-
 # -- errors
 
 
