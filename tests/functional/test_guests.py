@@ -6,23 +6,18 @@ Shape suffixes (docs/glossary.md): K, L, T.
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import signal
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
-from skewed_routes import Gradients, furthest, skewed
+from skewed_routes import furthest, skewed
 from slow import slow_except
 from training import STEP, Policy, gradients, same, train
 
 from demo.model import arguments
 from megatron_r3.data.store import Rollout, RolloutStore, write_shard
 from megatron_r3.replay.routes import Routes
-from proof.fidelity.rig.rank_process import RankError
 from proof.fidelity.rig.worker import TreeWorker
 
 LAYERS, EXPERTS = 4, 16
@@ -87,32 +82,6 @@ def on(store: Path, *more: str) -> list[str]:
     return arguments(STEP, rollouts, ["--expert-model-parallel-size", "2"], list(more))
 
 
-STEPS = "--global-batch-size 4 --train-iters 4 --micro-batch-size 1 --lr 1e-4 --clip-grad 0"
-
-
-def train_until(rank: int, argv: list[str], killed_at: int) -> None:
-    """Train, and kill this process without warning before its nth step."""
-    from megatron.training import training
-
-    train_step, steps = training.train_step, count(1)
-
-    def step(*given: Any, **named: Any) -> Any:
-        if next(steps) == killed_at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return train_step(*given, **named)
-
-    training.train_step = step
-    train(rank, argv)
-
-
-def largest_difference(one: Gradients, other: Gradients) -> float:
-    return max(
-        float((a[name] - b[name]).abs().max())
-        for a, b in zip(one, other, strict=True)
-        for name in a
-    )
-
-
 def asked_for_parameters(rank: int, argv: list[str]) -> list[bool]:
     """Whether those of the next layer were there, each time that its guests could travel ahead."""
     from megatron_r3.seams import guests
@@ -135,22 +104,3 @@ def test_weights_travel_ahead_once_parameters_are_there(patched: TreeWorker, sto
     expected = [(LAYERS - 1) * [there] for there in (True, False, True)]
     for answers in patched.run(asked_for_parameters, 4, [*argv, *f"{OVERLAP} {BUCKETS}".split()]):
         assert answers == [answer for microbatch in expected for answer in microbatch]
-
-
-@pytest.mark.slow
-def test_a_killed_training_goes_on(patched: TreeWorker, store: Path, tmp_path: Path) -> None:
-    """With guests bit for bit; without them too, because a checkpoint knows nothing of guests."""
-    plain = on(store, *STEPS.split(), "--save", str(tmp_path), "--save-interval", "2")
-    argv = [*plain, *GUESTS.split()]
-    with pytest.raises(RankError):
-        patched.run(train_until, 2, argv, killed_at=4, timeout_s=300)
-    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
-    saved = shutil.copytree(tmp_path, tmp_path.with_name("copy"))
-    resumed = patched.run(train, 2, [*argv, "--load", str(tmp_path)], timeout_s=300)
-    without = patched.run(train, 2, [*plain, "--load", str(saved)], timeout_s=300)
-    undisturbed = patched.run(
-        train, 2, argv[: argv.index("--save")] + GUESTS.split(), timeout_s=300
-    )
-    assert same(resumed, undisturbed)
-    assert largest_difference(without, undisturbed) < 1e-5
-    assert not same(without, undisturbed)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from family_models import refusals
 from safetensors.torch import load_file, save_file
 from training import Policy, export, trained_with
 
@@ -32,20 +33,14 @@ def refused_in_two(rank: int, argv: list[str]) -> str | int:
     return ended.value.code
 
 
-@pytest.mark.parametrize(
-    ("load", "words"),
-    [
-        (["--num-layers", "2"], "(2, 128): give the"),
-        (["--moe-router-topk", "2", "--finetune"], "it has moe_router_topk 4"),
-    ],
-)
 def test_an_export_in_two_processes_that_is_refused(
-    patched: TreeWorker, policy: Policy, tmp_path: Path, load: list[str], words: str
+    patched: TreeWorker, policy: Policy, tmp_path: Path
 ) -> None:
     argv = [*ONE, "--hf-export", str(tmp_path / "hf"), "--load", str(policy.checkpoint), *EP2]
-    line, code = patched.run(refused_in_two, 2, arguments(argv, load), timeout_s=120)
+    argv += ["--moe-router-topk", "2", "--finetune"]
+    line, code = patched.run(refused_in_two, 2, arguments(argv), timeout_s=120)
     assert line.startswith("error: ")
-    assert words in line
+    assert "it has moe_router_topk 4" in line
     assert code == 1
     assert not list(tmp_path.iterdir())
 
@@ -109,14 +104,8 @@ def test_an_export_without_a_checkpoint_writes_nothing(patched: TreeWorker, tmp_
     ("other", "words"),
     [
         (["--num-layers", "2"], ("layer_norm_weight is (4, 128)", "(2, 128): give the")),
-        (["--num-layers", "2", "--finetune"], ("layer_norm_weight is (4, 128)", "(2, 128)")),
-        (["--norm-epsilon", "1e-5", "--finetune"], ("norm_epsilon 1e-06", "say 1e-05")),
         (["--moe-router-topk", "2", "--finetune"], ("it has moe_router_topk 4", "say 2")),
         (["--rotary-base", "500000"], ("it has rotary_base 10000", "say 500000")),
-        (["--vocab-size", "56"], ("it has vocab_size 64", "say 56")),
-        (["--vocab-size", "80"], ("word_embeddings.weight is (64, 128)", "(80, 128)")),
-        (["--moe-ffn-hidden-size", "32"], ("experts.linear_fc", "give the model arguments of the")),
-        (["--num-experts", "8"], ("router.weight is (4, 16, 128)", "(4, 8, 128)")),
         (["--ckpt-step", "7"], ("cannot be loaded into this model", "iter_0000007")),
     ],
 )
@@ -221,12 +210,11 @@ def changed_metadata(source: Path, target: Path, old: str, new: str = "") -> lis
 NORM = "decoder.final_layernorm.weight"
 
 
-@pytest.mark.parametrize("strictness", ["assume_ok_unexpected", "log_all", "ignore_all"])
 def test_an_export_of_a_distributed_checkpoint_that_lacks_a_tensor(
-    patched: TreeWorker, policy: Policy, tmp_path: Path, strictness: str
+    patched: TreeWorker, policy: Policy, tmp_path: Path
 ) -> None:
     load = changed_metadata(policy.checkpoint, tmp_path / "changed", NORM)
-    load += ["--dist-ckpt-strictness", strictness]
+    load += ["--dist-ckpt-strictness", "ignore_all"]
     refuses_export(patched, tmp_path, load, f"it has no {NORM} (tensors that it lacks: 1)")
 
 
@@ -236,16 +224,6 @@ def test_an_export_of_a_distributed_checkpoint_with_another_tensor(
     bias = "decoder.layers.self_attention.linear_proj.bias"
     load = changed_metadata(policy.checkpoint, tmp_path / "changed", NORM, bias)
     refuses_export(patched, tmp_path, load, f"no place for its {bias}")
-
-
-def test_an_export_of_a_damaged_distributed_checkpoint(
-    patched: TreeWorker, policy: Policy, tmp_path: Path
-) -> None:
-    shutil.copytree(policy.checkpoint, tmp_path / "changed")
-    for file in (tmp_path / "changed").glob("iter_*/*.distcp"):
-        os.truncate(file, 100)
-    load = ["--load", str(tmp_path / "changed")]
-    refuses_export(patched, tmp_path, load, str(tmp_path / "changed"), "cannot be loaded into this")
 
 
 def change_file(rank: int, folder: Path, change: str) -> None:
@@ -259,12 +237,7 @@ def change_file(rank: int, folder: Path, change: str) -> None:
 CHANGES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
     "missing": (lambda model: model.pop(NORM), f"it has no {NORM}"),
     "another": (lambda model: model.update({"decoder.x": torch.ones(2)}), "its decoder.x"),
-    "shape": (lambda model: model.update({NORM: torch.ones(2)}), f"its {NORM} is (2,)"),
     "nan": (lambda model: model[NORM][3:5].fill_(torch.nan), f"2 of the 128 values of {NORM}"),
-    "inf": (
-        lambda model: model[NORM][3:5].fill_(torch.inf),
-        "2 of the 128 values of model.norm.weight are not finite",
-    ),
 }
 
 
@@ -377,15 +350,22 @@ IMPORTS = {
 }
 
 
-@pytest.mark.parametrize("change", IMPORTS)
 def test_an_import_of_what_is_not_this_model(
-    patched: TreeWorker, policy: Policy, tmp_path: Path, change: str
+    patched: TreeWorker, policy: Policy, tmp_path: Path
 ) -> None:
-    shutil.copytree(policy.hf, tmp_path / "hf")
-    edit, words = IMPORTS[change]
-    edit(tmp_path / "hf")
+    """By the script once; all others are read into one model, which stays as it was."""
+    folders = {}
+    for name, (edit, _) in IMPORTS.items():
+        folders[name] = shutil.copytree(policy.hf, tmp_path / name)
+        edit(folders[name])
+    by_script = str(folders.pop("family"))
+    (said,) = patched.run(refusals, 1, policy.hf, [*folders.values()], timeout_s=120)
+    for name, text in zip(folders, said, strict=True):
+        assert "\n" not in text
+        for word in (str(folders[name]), *IMPORTS[name][1]):
+            assert word in text, (name, text)
     save = ["--save", str(tmp_path / "checkpoint")]
-    refuses_import(patched, tmp_path / "hf", save, str(tmp_path / "hf"), *words)
+    refuses_import(patched, Path(by_script), save, by_script, *IMPORTS["family"][1])
     assert not (tmp_path / "checkpoint").exists()
 
 

@@ -198,18 +198,3 @@ def test_every_share_is_that_counted_by_hand(
     assert {"router mismatch/turn 2", "router mismatch/lag 4 or more"} < expected.keys()
     assert got == expected
     assert got != by_hand(prepared, shift=1)
-
-
-def test_replay_counts_the_same_in_other_layouts(
-    patched: TreeWorker, policy: Policy, prepared: Prepared, tmp_path: Path
-) -> None:
-    """Layers behind the first one see what the exchanged experts computed."""
-    argv = argv_of(policy, prepared.store, len(prepared.rollouts))
-    one, other = (
-        mismatch(patched, layout, argv, prepared.store, tmp_path / f"{layout}.jsonl")
-        for layout in ("1", "PP2")
-    )
-    assert one == pytest.approx(other, abs=2e-3)
-    expected, first = by_hand(prepared), "router mismatch/layer 1"
-    assert one[first] == expected[first]
-    assert one["router mismatch"] > expected["router mismatch"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from slow import slow_except
-from training import Policy, fails, same, train
+from training import Policy, same, train
 
 from megatron_r3.data.store import RolloutStore, write_shard
 from megatron_r3.train.schedule import Schedule
@@ -70,28 +70,3 @@ def test_it_trains_as_on_a_store_in_that_order(
     for one, other in zip(mixed, plain, strict=True):
         for key in one:
             assert torch.allclose(one[key].float(), other[key].float(), atol=2e-3), key
-
-
-@pytest.mark.slow
-def test_a_resumed_training_goes_on_in_the_same_order(
-    patched: TreeWorker, policy: Policy, tmp_path: Path
-) -> None:
-    whole = arguments(policy, CASES["1"], "--rollouts-shuffle", str(SEED))
-    saved = ["--save", str(tmp_path / "saved"), "--save-interval", "1", "--exit-interval", "1"]
-    patched.run(train, 1, [*whole, *saved], timeout_s=120)
-    rest = resumed_from(tmp_path / "saved", whole)
-    assert same(*(patched.run(train, 1, argv, timeout_s=120) for argv in (rest, whole)))
-    for other in (str(SEED + 1), None):
-        argv = [*rest]
-        place = argv.index("--rollouts-shuffle")
-        argv[place : place + 2] = ["--rollouts-shuffle", other] if other else []
-        assert "the checkpoint took its samples as single, batches of 16 mixed by seed 3" in (
-            fails(patched, argv)
-        )
-
-
-def resumed_from(folder: Path, argv: list[str]) -> list[str]:
-    """The same training, which goes on from a checkpoint."""
-    rest = [a for a in argv if a not in ("--finetune", "--no-load-optim", "--no-load-rng")]
-    rest[rest.index("--load") + 1] = str(folder)
-    return rest
