@@ -1,12 +1,8 @@
-"""Replaying what was recorded live changes nothing, to the last bit; anything else shows.
-
-Shape suffixes (docs/glossary.md): T.
-"""
+"""Replaying what was recorded live changes nothing, to the last bit; anything else shows."""
 
 from __future__ import annotations
 
 import contextlib
-from functools import partial
 from typing import Any
 
 import pytest
@@ -165,52 +161,3 @@ def mtp_stays_live(rank: int) -> list[tuple[int, bool]]:
 def test_mtp_routers_are_live_and_alias_no_decoder_layer(patched: TreeWorker) -> None:
     (hooks,) = patched.run(mtp_stays_live, 1)
     assert hooks == [(1, True), (2, True), (3, True), (4, True), (1, False)]
-
-
-def noisy_ties(rank: int) -> dict[str, bool]:
-    """Missing rows, routers without a preference, and noise that breaks the ties anew each time."""
-    from megatron.core.transformer.moe.router import TopKRouter
-
-    start()
-    gpt = model(config(**RECOMPUTE["full"]))
-    noise = torch.Generator().manual_seed(0)
-    chosen: dict[int, list[torch.Tensor]] = {}
-    for router in (m for m in gpt.modules() if isinstance(m, TopKRouter)):
-        router.weight.data.zero_()
-        ask = router.router_replay.get_replay_topk
-
-        def noisy(
-            scores: Any, topk: int, *_: Any, ask: Any = ask, number: int = 0, **__: Any
-        ) -> Any:
-            def any_topk(given: Any, k: int, **___: Any) -> Any:
-                ids = torch.rand(given.shape, generator=noise).topk(k, dim=1).indices
-                return given.gather(1, ids), ids
-
-            values, ids = ask(scores, topk, None, None, any_topk)
-            chosen.setdefault(number, []).append(ids.sort(dim=1).values)
-            return values, ids
-
-        router.router_replay.get_replay_topk = partial(noisy, number=router.layer_number)
-    missing = MicrobatchRoutes(other_routes().ids, live_T=torch.arange(BATCH * SEQUENCE) % 3 == 0)
-    tokens, positions, labels = batch()
-    for routes in (missing, missing.fresh()):
-        with replaying(routes):
-            gpt(tokens, positions, None, labels=labels).sum().backward()
-    # each layer ran four times: forward and recompute, then forward and recompute again
-    return {
-        "passes": [len(passes) for passes in chosen.values()] == [4] * 4,
-        "a recompute repeats its forward pass": all(
-            torch.equal(first, again)
-            for passes in chosen.values()
-            for first, again in (passes[:2], passes[2:])
-        ),
-        # control: the choice is not the same because the noise would always choose it
-        "another forward pass chooses otherwise": not any(
-            torch.equal(passes[0], passes[2]) for passes in chosen.values()
-        ),
-    }
-
-
-def test_a_recompute_repeats_the_live_choice_of_missing_rows(patched: TreeWorker) -> None:
-    (results,) = patched.run(noisy_ties, 1)
-    assert all(results.values()), results

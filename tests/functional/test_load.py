@@ -5,12 +5,11 @@ Shape suffixes (docs/glossary.md): E, K, T.
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import pytest
 import torch
-from tiny import batch, config, loss_and_gradients, model, start
+from tiny import config, start
 
 from megatron_r3.replay.active import MicrobatchRoutes, replaying
 from megatron_r3.replay.rows import spread_padding
@@ -225,44 +224,3 @@ def test_a_mask_of_the_model_keeps_padding_out_of_the_expert_bias(
     assert same == dict.fromkeys(names, True)
     (control,) = patched.run(mask_of_the_model, 1, option, False)
     assert control == dict.fromkeys(names, False)
-
-
-def counted_by(rank: int) -> dict[str, Any]:
-    """Expert-bias counts with a mask `[T]`, with `[T, 1]` as SkyRL hands it over, and without."""
-    start()
-    router, _ = router_of()
-    map_TE, padding_T = one_hot(drawn_routes()), torch.arange(T) % 3 == 0
-    counts = {}
-    for name, mask in {"[T]": padding_T, "[T, 1]": padding_T.unsqueeze(-1), "none": None}.items():
-        router.local_tokens_per_expert.zero_()
-        router._apply_expert_bias(map_TE, mask)
-        counts[name] = router.local_tokens_per_expert.long().tolist()
-    return {
-        "by mask": counts,
-        "of real tokens": map_TE[~padding_T].sum(0).tolist(),
-        "of all tokens": map_TE.sum(0).tolist(),
-    }
-
-
-def test_expert_bias_counts_take_a_mask_that_is_broadcast_already(patched: TreeWorker) -> None:
-    (counts,) = patched.run(counted_by, 1)
-    real, every = counts["of real tokens"], counts["of all tokens"]
-    assert real != every
-    assert counts["by mask"] == {"[T]": real, "[T, 1]": real, "none": every}
-
-
-def recorded_load(rank: int) -> bool:
-    """Recording changes nothing in the losses either."""
-    from megatron_r3.replay.active import recording
-
-    start()
-    gpt = model(config(**BALANCED))
-    live = loss_and_gradients(gpt, contextlib.nullcontext())
-    with recording() as microbatch:
-        got = loss_and_gradients(gpt, replaying(microbatch))
-    assert batch()[0].numel() == microbatch.ids[1].shape[0]
-    return torch.equal(live[0], got[0]) and all(torch.equal(live[1][n], got[1][n]) for n in live[1])
-
-
-def test_recording_leaves_the_losses_as_they_are(patched: TreeWorker) -> None:
-    assert patched.run(recorded_load, 1) == [True]
