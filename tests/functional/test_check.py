@@ -99,10 +99,3 @@ def test_a_tree_on_which_the_patches_fit_and_do_not_work_fails(
     out = capsys.readouterr().out
     assert "record, replay    FAILED" in out
     assert "do not train on this tree" in out
-
-
-def test_what_cannot_be_checked(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert check.main([str(tree)]) == 2
-    assert "is unknown, and only a patched tree can be checked" in capsys.readouterr().err
-    assert check.main([str(tree / "nowhere")]) == 2
-    assert "no such directory" in capsys.readouterr().err

@@ -271,12 +271,6 @@ def test_make_help_lists_every_target() -> None:
     assert listed == set(phony[1].replace("\\\n", " ").split())
 
 
-def test_make_files_says_what_each_file_is_about() -> None:
-    said = dict(line.split(": ", 1) for line in printed(*MAKE, "files"))
-    assert [*said] == printed("git", "ls-files", "*.py")
-    assert all(re.search(r"\w+ \w+", sentence) for sentence in said.values())
-
-
 # -- megatron-r3
 
 
