@@ -189,22 +189,3 @@ def test_a_wrong_plan_is_named_by_the_check(
 def test_a_wrong_plan_fails_loudly_without_the_check(patched: TreeWorker, policy: Policy) -> None:
     with pytest.raises(RankError, match=r"(?i)split|size"):
         patched.run(train_by_a_wrong_plan, 2, policy.arguments(*EP2), "input_splits", timeout_s=120)
-
-
-def count_one_too_many(rank: int, argv: list[str]) -> None:
-    from megatron_r3.replay import planner as ahead
-
-    count = ahead.count_tokens
-
-    def wrong(ids_LTK: np.ndarray, num_experts: int) -> np.ndarray:
-        counts = count(ids_LTK, num_experts)
-        counts[2, 5] += rank
-        return counts
-
-    ahead.count_tokens = wrong
-    train(rank, argv)
-
-
-def test_a_wrong_count_does_not_become_a_plan(patched: TreeWorker, policy: Policy) -> None:
-    with pytest.raises(RankError, match=r"rank 1 of the expert group sends .* in layer 3, and"):
-        patched.run(count_one_too_many, 2, policy.arguments(*EP2), timeout_s=120)

@@ -1,4 +1,4 @@
-"""RouterReplay's interface with rows that are no routes, and with options: fusion, plan, mismatch.
+"""RouterReplay's interface: rows that are no routes, a dispatch plan, mismatch, a hybrid model.
 
 Shape suffixes (docs/glossary.md): E, K, T.
 """
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from router_targets import ASKED, EXPERTS, FULL, TOKENS, clear, equal, give, targets, wanted_maps
-from tiny import config, loss_and_gradients, model, start
+from tiny import SEQUENCE, config, loss_and_gradients, model, start
 from watch import maps_of, watched_plans
 
 from megatron_r3 import MicrobatchRoutes, local_routers, replaying
@@ -154,3 +154,45 @@ def test_mismatch_counts_are_those_of_a_live_topk(patched: TreeWorker) -> None:
     assert result["counted"] == result["want"]
     assert set(result["want"]) == {1, 2, 3, 4}
     assert 0 < result["want"][1][0] < result["want"][1][1]
+
+
+# -- another class of block
+
+
+def hybrid(rank: int) -> dict[str, Any]:
+    """A hybrid model of attention, MLP and MoE layers: another class of block."""
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+    from megatron.core.transformer.spec_utils import import_module
+
+    import megatron_r3.frameworks.router_replay  # noqa: F401
+
+    start()
+    pattern = "*E*-*E"
+    made = HybridModel(
+        config(**ASKED, **FULL, num_layers=len(pattern), is_hybrid_model=True),
+        import_module(("megatron_r3.cpu.hybrid_spec", "spec")),
+        vocab_size=64,
+        max_sequence_length=SEQUENCE,
+        hybrid_layer_pattern=pattern,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    )
+    seen, given = maps_of(made), targets(layers=2)
+    RouterReplay.set_replay_data(given)
+    RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    loss_and_gradients(made, nullcontext())
+    want = dict(zip((2, 6), wanted_maps(given), strict=True))
+    clear()
+    replayed = list(seen)
+    seen.clear()
+    loss_and_gradients(made, nullcontext())
+    return {
+        "passes": len(replayed),
+        "wrong": sum(not torch.equal(want[layer], map_TE) for layer, map_TE in replayed),
+        "live passes that fit": sum(torch.equal(want[layer], map_TE) for layer, map_TE in seen),
+    }
+
+
+def test_a_hybrid_model_replays(patched: TreeWorker) -> None:
+    assert patched.run(hybrid, 1) == [{"passes": 4, "wrong": 0, "live passes that fit": 0}]
