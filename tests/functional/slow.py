@@ -38,7 +38,6 @@ SLOW = (
     "unit/keepers/",
     "unit/launch/",
     "unit/loop/test_report.py",
-    "unit/replay/gate/test_compile.py",
 )
 
 

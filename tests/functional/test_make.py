@@ -41,27 +41,6 @@ def test_apply_status_revert(megatron_tree: Path, tmp_path: Path) -> None:
     assert contents(tree) == before
 
 
-def test_an_edited_tree_is_refused_with_the_file(megatron_tree: Path, tmp_path: Path) -> None:
-    tree = tmp_path / "tree"
-    shutil.copytree(megatron_tree, tree, ignore=shutil.ignore_patterns("__pycache__"))
-    edited = tree / "megatron/training/training.py"
-    edited.write_text(edited.read_text() + "# mine\n")
-    before = contents(tree)
-    refused = make("apply", tree)
-    assert refused.returncode != 0
-    assert "megatron/training/training.py" in refused.stderr
-    assert "Traceback" not in refused.stderr
-    assert contents(tree) == before
-
-
-def test_without_a_tree(tmp_path: Path) -> None:
-    refused = subprocess.run(
-        ["make", "apply"], cwd=ROOT, text=True, capture_output=True, check=False
-    )
-    assert refused.returncode == 2
-    assert "make apply MEGATRON=DIR" in refused.stderr
-
-
 def test_fidelity_of_one_case() -> None:
     done = subprocess.run(
         ["make", "fidelity", "ONLY=PP4, both"],

@@ -15,9 +15,8 @@ from megatron_r3.patching.apply import apply_series
 from megatron_r3.patching.fetch import tree_folder
 from megatron_r3.patching.versions import patches_folder, read_versions
 from proof.fidelity import line_checks
-from proof.fidelity.line_checks import QUICK, Checked
-from proof.fidelity.matrix import CHECKS, IN_TESTS, NOTHING, checks_of, line_of, main, shared_out
-from proof.fidelity.models import MODELS
+from proof.fidelity.line_checks import Checked
+from proof.fidelity.matrix import CHECKS
 from proof.fidelity.trees import ROOT
 
 LINE = "core_r0.19.0"
@@ -125,47 +124,3 @@ def test_an_engine_that_returns_the_experts_of_the_token_before_is_caught(
     assert detail == "request 0: no experts, or not those of the training forward"
     monkeypatch.setattr(faulty, "patched", tmp_path)  # as on a line whose engine records nothing
     assert CHECKS["engine"](faulty) is None
-
-
-def test_where_there_is_nothing_to_check_it_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = ["--out", str(tmp_path / "matrix.json")]
-    # main is not on PyPI
-    for argv in (["--line", "core_r0.1.0"], ["--repo", str(tmp_path)], ["--line", "main"]):
-        assert main([*argv, *out]) == 2
-        assert capsys.readouterr().err.startswith("error: ")
-    assert not (tmp_path / "matrix.json").exists()
-
-
-def test_every_case_of_replay_runs_on_one_of_the_older_lines(
-    megatron_tree: Path, tmp_path: Path
-) -> None:
-    lines = read_versions(patches_folder()).lines[:3]
-    (tmp_path / "megatron" / "core").mkdir(parents=True)  # of PyPI's 0.16: no training loop
-    trees = [*zip(lines, (tmp_path, megatron_tree, megatron_tree), strict=True)]
-    shares = shared_out(trees)
-    ran = sorted(case.name for share in shares for case in share)
-    assert ran == sorted(
-        case.name for case in QUICK if not case.script and case.since != "core_r0.19.0"
-    )
-    assert all(
-        case.runs_on(tree, line.name)
-        for share, (line, tree) in zip(shares, trees, strict=True)
-        for case in share
-    )
-    assert all(not MODELS[case.model].update.mini_steps > 1 for case in shares[0])  # control
-    assert max(map(len, shares)) - min(map(len, shares)) <= 1
-
-
-def test_make_test_has_the_replay_of_the_default_tree() -> None:
-    versions = read_versions(patches_folder())
-    assert checks_of(versions, versions.default) == [n for n in CHECKS if n not in IN_TESTS]
-    others = [tree for line in versions.lines for tree in line.trees if tree != versions.default]
-    assert others
-    assert all(checks_of(versions, tree) == [*CHECKS] for tree in others)
-    result = {"line": "a", "tree": "b", "passed": True, "seconds": 1.0, "detail": ""}
-    row = [result] * (len(CHECKS) - 1)
-    assert line_of(row).endswith("make test-all")
-    assert line_of([*row, result]).endswith("1 s")
-    assert line_of([*row, {**result, "detail": NOTHING}]).endswith("none")
