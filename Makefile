@@ -247,7 +247,8 @@ mutants: megatron  ## put faults into the package, one at a time, and see which 
 		$(if $(ONLY),--only "$(ONLY)") $(if $(UNIT),--unit)
 
 fuzz: megatron  ## try bad input; fails if a result is neither right nor one clear line (TRIES=, SEED=, ONLY=CLASS)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m proof.fuzz.run --tries $(TRIES) --seed $(SEED) $(if $(ONLY),--only "$(ONLY)")
+	OMP_NUM_THREADS=1 FUZZ_TRIES=$(TRIES) FUZZ_ONLY="$(ONLY)" $(VENV)/bin/python -m pytest -q proof/fuzz/tries.py \
+		-n $(or $(JOBS),$(shell nproc)) --hypothesis-seed=$(SEED) --hypothesis-show-statistics $(if $(ONLY),-k "$(ONLY)")
 
 lint: setup  ## check formatting, style and types
 	$(VENV)/bin/ruff format --check .

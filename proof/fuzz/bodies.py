@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
+import engine_bodies
 import numpy as np
 
 from megatron_r3.data.engines.shape import ModelShape
-from proof.fuzz.command import from_tests
 
 VOCABULARY = 64
 EVERY_LAYER = ModelShape(16, 4, (0, 1, 2), 3, VOCABULARY)
@@ -63,7 +63,7 @@ class Answer:
 
 def make_rows(rng: random.Random, rows: int, shape: ModelShape) -> np.ndarray:
     """Made-up ids, int32, rows x hidden layers x top-k; those of dense layers are zero."""
-    made: np.ndarray = from_tests("engine_bodies").made_rows(rows, rng.getrandbits(64), shape)
+    made: np.ndarray = engine_bodies.made_rows(rows, rng.getrandbits(64), shape)
     return made
 
 
@@ -98,7 +98,7 @@ def int32(rows: np.ndarray) -> str:
 def shaped(rows: np.ndarray) -> list[Any]:
     """A patched Megatron: bytes in base64, with dtype and shape beside them."""
     small = rows.size and rows.min() >= -(1 << 15) and rows.max() < 1 << 15
-    routes: list[Any] = from_tests("engine_bodies").as_bytes(rows.astype("<i2" if small else "<i4"))
+    routes: list[Any] = engine_bodies.as_bytes(rows.astype("<i2" if small else "<i4"))
     return routes
 
 

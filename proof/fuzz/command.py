@@ -6,13 +6,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 
 from proof.fuzz.outcome import HANG, Fault
-
-ROOT = Path(__file__).parents[2]
 
 
 def start(arguments: Sequence[str], folder: Path, name: str) -> subprocess.Popen[bytes]:
@@ -35,14 +31,3 @@ def ended(process: subprocess.Popen[bytes], limit_s: float, what: str) -> int:
     except subprocess.TimeoutExpired:
         process.kill()
         raise Fault(HANG, f"{what} does not end in {limit_s:g} s") from None
-
-
-def from_tests(name: str) -> ModuleType:
-    """Import a module of tests/support, which the fuzz shares with the tests.
-
-    The folder is no package. So it must be on `sys.path`, where pytest has it too (pyproject.toml).
-    """
-    folder = str(ROOT / "tests" / "support")
-    if folder not in sys.path:
-        sys.path.append(folder)
-    return import_module(name)

@@ -15,8 +15,8 @@ from typing import Any
 from megatron_r3.collect.prompt_plan import read_model
 from megatron_r3.data.engines.shape import ModelShape
 from proof.fuzz.damage import TEXTS, damage, noise, odd, text_of
+from proof.fuzz.driver import Kind
 from proof.fuzz.outcome import judged, note
-from proof.fuzz.search import Kind
 
 _STEP = {
     "model_type": "qwen3_moe", "num_hidden_layers": 4, "num_experts": 16, "num_experts_per_tok": 4,
@@ -166,4 +166,4 @@ def _change(config: dict[str, Any], rng: random.Random) -> str:
     return f"typed {name}"
 
 
-KIND = Kind("configs", 80, attempt=attempt)
+KIND = Kind("configs", attempt)

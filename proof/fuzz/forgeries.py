@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import stored
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from megatron_r3.data.store import StoreInfo
-from proof.fuzz.command import from_tests
 from proof.fuzz.damage import TEXTS, odd
 
-stored = from_tests("stored")
 VOCABULARY = 64
 _WRAP = 2**62  # the sum of four of these is 2**64, which wraps around to 0 in 64 bits
 Tensors = dict[str, np.ndarray]

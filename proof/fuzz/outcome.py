@@ -11,6 +11,8 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import TypeVar
 
+import hypothesis
+
 RIGHT = "right"  # accepted, with the right content
 REFUSED = "refused"  # with one clear line
 WRONGLY_REFUSED = "wrong refusal"  # the input had nothing wrong with it
@@ -18,7 +20,6 @@ SILENT = "silent wrong"  # wrong content or impossible input was accepted, or a 
 CRASH = "crash"  # an exception that is not meant for users, or too much memory
 HANG = "hang"  # no end within the limit
 BAD_MESSAGE = "bad message"  # refused, but not with one clear line
-OUTCOMES = (RIGHT, REFUSED, WRONGLY_REFUSED, SILENT, CRASH, HANG, BAD_MESSAGE)
 
 MOST_CHARACTERS = 1000  # of a clear line; a path of a try has about 50
 LIMIT_S = 30.0  # generous: other programs may be busy on the machine
@@ -40,14 +41,9 @@ class _Hang(BaseException):
 
 
 def note(folder: Path, text: str) -> None:
-    """Write what is wrong with the input of a try into a file, as the try may kill its process."""
+    """Say what is wrong with the input of a try; in a file too, as the try may kill its process."""
+    hypothesis.note(text)
     (folder / "what").write_text(text, errors="backslashreplace")
-
-
-def noted(folder: Path) -> str:
-    """The text that `note` wrote last into this folder; empty if there is none."""
-    path = folder / "what"
-    return path.read_text() if path.is_file() else ""
 
 
 def bad_line(text: str, names: Sequence[str]) -> str | None:

@@ -13,8 +13,8 @@ from typing import Any
 
 from megatron_r3.collect.prompts import read_prompts
 from proof.fuzz.damage import TEXTS, damage, noise, odd, text_of
+from proof.fuzz.driver import Kind
 from proof.fuzz.outcome import judged, note
-from proof.fuzz.search import Kind
 
 _LINES = (
     *TEXTS, '{"prompt": "a", "messages": []}', '{"prompt": "a", "prompt": [1]}',
@@ -160,4 +160,4 @@ def _no_file(path: Path, rng: random.Random) -> str:
     return f"no file, {kind}"
 
 
-KIND = Kind("prompts", 80, attempt=attempt)
+KIND = Kind("prompts", attempt)

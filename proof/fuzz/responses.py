@@ -27,8 +27,8 @@ from megatron_r3.data.untrusted import read_json
 from proof.fuzz import bodies
 from proof.fuzz.bodies import VOCABULARY, Answer, Choice, Dialect
 from proof.fuzz.damage import TEXTS, at, damage, noise, odd, places
+from proof.fuzz.driver import Kind
 from proof.fuzz.outcome import judged, note
-from proof.fuzz.search import Kind
 
 WHERE = "prompts.jsonl, line 3, sample 1"
 _WAYS = ("nothing", "other order", "other value", *["impossible"] * 3, *["field"] * 3, "base64",
@@ -300,4 +300,4 @@ def _reread(answer: Answer, body: Any, dialect: Dialect) -> None:
         choice.rows = rows
 
 
-KIND = Kind("responses", 400, attempt=attempt)
+KIND = Kind("responses", attempt)

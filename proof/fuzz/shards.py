@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import stored
 from safetensors.numpy import load_file
 
 from megatron_r3.cli import main as megatron_r3
@@ -33,9 +34,9 @@ from megatron_r3.data.store import (
 from megatron_r3.data.store.verify_shard import ReadChecks
 from megatron_r3.replay.routes import Routes
 from proof.fuzz.damage import noise
-from proof.fuzz.forgeries import VOCABULARY, forge, stored, write_again
+from proof.fuzz.driver import Kind
+from proof.fuzz.forgeries import VOCABULARY, forge, write_again
 from proof.fuzz.outcome import BAD_MESSAGE, REFUSED, SILENT, Fault, bad_stderr, judged, note
-from proof.fuzz.search import Kind
 
 # The modification time of a store's files, in seconds since 1970. It is long ago, so that a change
 # of a file changes this time, even if the file system's clock is coarse.
@@ -332,4 +333,4 @@ def _by_command(store: Path, outcome: str) -> None:
             raise Fault(BAD_MESSAGE, f"{command}: {wrong}")
 
 
-KIND = Kind("shards", 420, prepare, attempt)
+KIND = Kind("shards", attempt, prepare)

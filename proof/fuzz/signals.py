@@ -15,14 +15,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import engine_server
 import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
 from megatron_r3.data.store import RolloutStore
-from proof.fuzz.command import ended, from_tests, start
+from proof.fuzz.command import ended, start
+from proof.fuzz.driver import PLACE, Machine
 from proof.fuzz.outcome import BAD_MESSAGE, CRASH, HANG, SILENT, Fault
-from proof.fuzz.search import Kind, Machine, Tries
 
 _WORKERS = 8
 LIMIT_S = 30.0
@@ -39,7 +40,7 @@ def prepare(shared: Path) -> ModuleType:
     # `nohup` or a shell's & makes this process ignore these signals, and a child inherits that
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    return from_tests("engine_server")
+    return engine_server
 
 
 class Collection(Machine):
@@ -50,8 +51,10 @@ class Collection(Machine):
         command: the arguments of the collection.
     """
 
-    def __init__(self, tries: Tries, state: ModuleType) -> None:
-        super().__init__(tries, state)
+    place, prepare = PLACE / "signals", staticmethod(prepare)
+
+    def __init__(self) -> None:
+        super().__init__()
         self._closing = ExitStack()
         self.close = self._closing.close
 
@@ -194,6 +197,3 @@ def judge_end(
         odd |= not any("interrupted" in line for line in lines)
     if begun and odd:
         raise Fault(BAD_MESSAGE, f"exit status {status}, and stderr has: {error[-1500:]!a}")
-
-
-KIND = Kind("signals", 8, prepare, machine=Collection, steps=3)

@@ -25,6 +25,7 @@ from megatron_r3.patching.series import read_series
 from megatron_r3.patching.versions import patches_folder, read_versions
 from proof.fidelity.trees import unpatched_copy
 from proof.fuzz.command import ended, start
+from proof.fuzz.driver import PLACE, Machine
 from proof.fuzz.outcome import (
     BAD_MESSAGE,
     CRASH,
@@ -36,7 +37,6 @@ from proof.fuzz.outcome import (
     Fault,
     bad_stderr,
 )
-from proof.fuzz.search import Kind, Machine
 
 _AROUND = ("pyproject.toml", "megatron/core/__init__.py", "megatron/core/package_info.py")
 _MARK = "RUN-BY-THE-TREE"
@@ -214,6 +214,8 @@ class Tree(Machine):
         must: whether nothing is wrong with the tree, so that each command has to succeed.
     """
 
+    place, prepare = PLACE / "trees", staticmethod(prepare)
+
     @initialize(form=st.sampled_from(("git", "git", "plain")), patched=st.booleans())
     def begin(self, form: str, patched: bool) -> None:
         """Begin with a copy of a prepared tree."""
@@ -331,6 +333,3 @@ def _judge_status(status: int, out: str, before: Snapshot, state: State, known: 
     said = out.partition(":")[0]
     if said != truth or status != int(truth in ("unknown", "half applied")):
         raise Fault(SILENT, f"status says {said} and ends with {status}; it is {truth}")
-
-
-KIND = Kind("trees", 12, prepare, machine=Tree, steps=4)

@@ -100,7 +100,6 @@ RUN_BY = [
         "by hand: it takes vLLM on the CPU, and seven minutes",
     ),
     (r"python -m pytest\b", "ci make test-all"),
-    (r"python -m proof\.fuzz\.run\b", "ci make fuzz"),
     (
         r"python -m proof\.comparison\.report\b",
         "tests/unit/comparison/test_report.py::test_the_command",

@@ -205,7 +205,7 @@ def test_wrong_imports_are_found() -> None:
     assert wrong(megatron_r3__replay__a="import megatron.core") != []
     borrows = wrong(proof__fidelity__a="from demo.model import arguments")
     assert borrows == ["proof/fidelity/a.py imports demo.model.arguments"]
-    assert wrong(proof__fidelity__a="from proof.fuzz import run") != []
+    assert wrong(proof__fidelity__a="from proof.fuzz import tries") != []
     assert wrong(proof__fuzz__a="from proof.fidelity import run") == []
     assert "FLOORS" in wrong(megatron_r3__cellar="x = 1")[0]
 

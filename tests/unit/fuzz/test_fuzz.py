@@ -9,15 +9,19 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
+import hypothesis
 import pytest
-from hypothesis.errors import FlakyStrategyDefinition
 
 from megatron_r3.data import rollout
 from megatron_r3.data.engines import conversation
 from megatron_r3.data.store import reader
-from proof.fuzz import configs, outcome, prompts, responses, run, shards, signals, trees
+from proof.fuzz import configs, outcome, prompts, responses, shards, signals, trees, tries
+from proof.fuzz.driver import Kind, input_test
 from proof.fuzz.outcome import (
     BAD_MESSAGE,
     CRASH,
@@ -31,11 +35,9 @@ from proof.fuzz.outcome import (
     bad_stderr,
     judged,
     note,
-    noted,
 )
-from proof.fuzz.search import Kind, Tries, _inside, search
 
-CHEAP = ("shards", "responses", "prompts", "configs")
+CHEAP = {module.KIND.name: module.KIND for module in (shards, responses, prompts, configs)}
 
 
 @pytest.mark.parametrize(
@@ -106,63 +108,45 @@ def planted(rng, folder, state):
     return RIGHT
 
 
-def test_a_fault_is_shrunken_and_comes_again(tmp_path, capsys):
-    kind = Kind("planted", 1, lambda shared: [True] * 9999, planted)
-    assert run.run_one(kind, 100, 0, tmp_path) == 1
-    told = capsys.readouterr().out
-    assert "crash: number 301\n      too large" in told
-    assert told.split()[6] == "1"  # the tries up to the first fault, and none of the shrinking
-    assert noted(tmp_path / "planted" / "try") == "number 301"
-    blob = told.partition("--only planted --again ")[2].split()[0]
-    _, fault = search(kind, 100, 0, tmp_path / "again", blob)
+def search(kind: Kind, tries: int, seed: int, place: Path) -> tuple[Counter[str], Fault | None]:
+    """The outcomes of the tries that `make fuzz` would make, and the fault."""
+    counts: Counter[str] = Counter()
+
+    def attempt(rng, folder, state):
+        counts[outcome := kind.attempt(rng, folder, state)] += 1
+        return outcome
+
+    try:
+        hypothesis.seed(seed)(input_test(replace(kind, attempt=attempt), tries, place))()
+    except Fault as fault:
+        return counts, fault
+    return counts, None
+
+
+def test_a_fault_is_shrunken_and_can_be_tried_again(tmp_path):
+    kind = Kind("planted", planted, lambda shared: [True] * 9999)
+    fault = search(kind, 100, 0, tmp_path)[1]
     assert fault.outcome == CRASH
-    assert noted(tmp_path / "again" / "try") == "number 301"
-    mended = Kind("planted", 1, lambda shared: [False], planted)
-    assert run.run_one(mended, 100, 0, tmp_path, blob) == 0
-    assert "no fault any more" in capsys.readouterr().out
+    assert "@reproduce_failure" in "".join(fault.__notes__)
+    assert (tmp_path / "planted" / "try" / "what").read_text() == "number 301"
 
 
-def test_a_fault_that_does_not_come_again_is_one(tmp_path, capsys):
-    kind = Kind("planted", 1, lambda shared: [*[False] * 9999, True], planted)
-    assert run.run_one(kind, 100, 0, tmp_path) == 1
-    told = capsys.readouterr().out
-    assert "too large\n      the fault did not come again" in told
-    assert f"input: {tmp_path}/planted/first" in told
-
-
-def test_the_fault_is_found_where_the_same_try_then_draws_other_data():
-    fault = Fault(SILENT, "wrong")
-    flaky = FlakyStrategyDefinition("inconsistent data generation")
-    flaky.__context__ = fault
-    assert fault in _inside(flaky)
-
-
-def test_a_class_whose_process_dies(tmp_path, monkeypatch, capsys):
-    died = subprocess.CompletedProcess([], -11, "", "")
-    monkeypatch.setattr(subprocess, "run", lambda *args, **options: died)
-    assert run.main(["--out", str(tmp_path)]) == 1
-    assert "shards: crash: the process ended by SIGSEGV" in capsys.readouterr().out
-
-
-def test_shares():
-    kinds = [run.load(name) for name in run.CLASSES]
-    assert [kind.name for kind in kinds] == [*run.CLASSES]
-    for tries in (10_000, 400, 60):
-        counts = run.shares(tries, kinds)
-        assert sum(counts) == tries
-        assert min(counts) >= 1
-    assert run.shares(10_000, kinds)[:2] == [80, 120]
+def test_what_make_fuzz_runs():
+    assert sum(map(tries.share, (8, 12, 420, 400, 80, 80))) == tries.TRIES
+    settings = tries.test_shards._hypothesis_internal_use_settings
+    assert settings.max_examples == tries.share(420)
+    assert tries.test_trees.settings.max_examples == tries.share(12)
 
 
 @pytest.mark.parametrize("name", CHEAP)
 def test_a_short_run_finds_no_fault_and_makes_the_same_tries_again(name, tmp_path):
-    counts, found = search(run.load(name), 120, 3, tmp_path / name)
+    counts, found = search(CHEAP[name], 120, 3, tmp_path / name)
     assert found is None, found
     assert counts[RIGHT] >= 5
     assert counts[REFUSED] >= 20
-    assert search(run.load(name), 120, 3, tmp_path / name)[0] == counts
+    assert search(CHEAP[name], 120, 3, tmp_path / name)[0] == counts
     # two seeds may give as many of each outcome by chance; four do not
-    others = (search(run.load(name), 120, seed, tmp_path / name)[0] for seed in (4, 5, 6, 7))
+    others = (search(CHEAP[name], 120, seed, tmp_path / name)[0] for seed in (4, 5, 6, 7))
     assert any(other != counts for other in others)
 
 
@@ -252,7 +236,8 @@ def test_a_collection_that_is_wrong(tmp_path, monkeypatch, script, expected, wha
     monkeypatch.setattr(signals, "start", fake(script))
     if expected == HANG:
         monkeypatch.setattr(signals, "LIMIT_S", 1.0)
-    machine = signals.Collection(Tries(tmp_path), signals.prepare(tmp_path))
+    monkeypatch.setattr(signals.Collection, "place", tmp_path)
+    machine = signals.Collection()
     machine.begin(40, 2, 1000, 0.005)
 
     def collect():
