@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from proof.fidelity.models import MODELS
-from proof.fidelity.trees import training_or_core
+from proof.fidelity.trees import has_loop
 
 
 @dataclass(frozen=True)
@@ -52,11 +51,7 @@ class Case:
     def runs_on(self, tree: Path, line: str) -> bool:
         """Whether a tree of this release line has what the case needs."""
         new_enough = not self.since or _release(self.since) <= _release(line)
-        # mini-steps need Megatron's loop: the old policy's pass runs when the loop begins a step
-        needs_loop = MODELS[self.model].update.mini_steps > 1
-        has_all = (tree / self.script).exists() and (
-            not needs_loop or training_or_core(tree) == "megatron.training"
-        )
+        has_all = has_loop(tree) and (tree / self.script).exists()
         return new_enough and has_all and line not in self.not_on
 
 

@@ -38,14 +38,12 @@ from megatron_r3.patching.tree_files import locked
 from megatron_r3.patching.versions import patches_folder, read_versions
 from proof.fidelity import line_checks
 from proof.fidelity.line_checks import Copies, files_and_modes
-from proof.fidelity.record_replay import LAYOUTS, record_and_replay
-from proof.fidelity.rig.rank_process import RankError
 from proof.fidelity.upstream import FOLDER, MOE, Outcomes, Suite, counts, differing, why
 
 # What `make_copies` copies beside a tree's top-level scripts: the package, and what upstream's unit
 # tests need. A checkout may also hold data and checkpoints, which are not copied.
 COPIED = ("megatron", "tests/unit_tests", "tests/test_utils", "tests/__init__.py")
-Outcome = tuple[bool | None, str]  # whether the check passed, and details; None: nothing to run
+Outcome = line_checks.Result
 Checks = dict[str, Callable[[Copies], Outcome]]
 TESTS = tuple(f"{MOE}/test_{name}.py" for name in ("router_replay", "routers", "moe_layer"))
 
@@ -164,19 +162,6 @@ def again(copies: Copies) -> Outcome:
     return True, f"{len(applied.files)} files, every byte"
 
 
-def record_replay(copies: Copies) -> Outcome:
-    """Replaying recorded routes gives the same loss and gradients bitwise; other routes do not."""
-    for name, (ranks, arguments) in LAYOUTS.items():
-        try:
-            worker = copies.worker(copies.patched)
-            wrong = worker.run(record_and_replay, ranks, arguments, timeout_s=180)
-        except RankError as error:
-            return False, f"{name}: {error}"
-        if any(wrong):
-            return False, f"{name}: claims that failed: {wrong}"
-    return True, ", ".join(LAYOUTS)
-
-
 def upstreams_tests(copies: Copies) -> Outcome:
     """Upstream's own tests in TESTS end alike on the unpatched and on the patched copy."""
     files = [file for file in TESTS if (copies.patched / FOLDER / file).is_file()]
@@ -210,7 +195,7 @@ CHECKS: Checks = {
     "apply again": again,
     "off": line_checks.off,
     "RouterReplay": line_checks.router_replay,
-    "record, replay": record_replay,
+    "record, replay": line_checks.record_replay,
     "replay": line_checks.replay,
     "upstream's tests": upstreams_tests,
 }

@@ -24,15 +24,11 @@ LAYOUTS = {
 }
 
 
-def engine(checked: Copies) -> Result | None:
-    """The engine records every row in every layout; with recording off it samples like upstream's.
-
-    Returns:
-        None on a line whose engine records no routes (0.16).
-    """
+def engine(checked: Copies) -> Result:
+    """The engine records every row in every layout; with recording off it is as upstream's."""
     metadata = "megatron/core/inference/contexts/routing_metadata.py"
     if not (checked.patched / metadata).is_file():
-        return None
+        return None, "the engine records no routes"
     try:
         return _compared(checked)
     except RankError as error:

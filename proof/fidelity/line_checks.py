@@ -19,13 +19,15 @@ from megatron_r3.patching.versions import KnownTree, Line
 from proof.fidelity.cases import CASES, Case
 from proof.fidelity.model_options import options, unread
 from proof.fidelity.off import Weights, train_off
+from proof.fidelity.record_replay import LAYOUTS, record_and_replay
 from proof.fidelity.rig.rank_process import RankError
 from proof.fidelity.rig.worker import TreeWorker
 from proof.fidelity.router_replay import use_router_replay
 from proof.fidelity.table import Table, passed
-from proof.fidelity.trees import training_or_core, unpatched_copy
+from proof.fidelity.trees import has_loop, unpatched_copy
 
-Result = tuple[bool, str]
+Result = tuple[bool | None, str]  # None: the tree lacks what is checked
+NO_LOOP = None, "the tree has no megatron/training: PyPI has none up to 0.16"
 C = TypeVar("C", bound="Copies")
 QUICK = tuple(case for case in CASES if case.quick)
 
@@ -56,7 +58,7 @@ class Copies:
     def worker(self, tree: Path) -> TreeWorker:
         """The process that has imported this copy."""
         if tree not in self._workers:
-            worker = TreeWorker(tree, preload=[training_or_core(tree)])
+            worker = TreeWorker(tree, preload=["megatron.training"] if has_loop(tree) else [])
             self._workers[tree] = self._open.enter_context(worker)
         return self._workers[tree]
 
@@ -161,6 +163,8 @@ def _options(checked: Checked) -> Result:
 
 def off(checked: Copies) -> Result:
     """Without our options, and with megatron_r3 hidden, both trees train to the same weights."""
+    if not has_loop(checked.patched):
+        return NO_LOOP
     unpatched, patched = checked.worker(checked.unpatched), checked.worker(checked.patched)
     for name, (ranks, arguments) in LAYOUTS_OFF.items():
         try:
@@ -184,6 +188,8 @@ def _equal(one: Sequence[Weights], other: Sequence[Weights]) -> bool:
 
 def router_replay(checked: Copies) -> Result:
     """Code that was written for upstream's RouterReplay runs on the patched tree."""
+    if not has_loop(checked.patched):
+        return NO_LOOP
     try:
         checked.worker(checked.patched).run(use_router_replay, 1, timeout_s=180)
     except RankError as error:
@@ -192,13 +198,28 @@ def router_replay(checked: Copies) -> Result:
 
 
 def replay(checked: Copies) -> Result:
-    """The cases of the fidelity table pass, with their controls."""
+    """The cases of the fidelity table pass; without Megatron's loop, `record_replay`."""
+    if not has_loop(checked.patched):
+        return record_replay(checked)
     table = Table(checked.worker(checked.patched), checked.folder, checked.name)
     cases = [case for case in checked.cases if case.runs_on(checked.patched, checked.line.name)]
     rows = [table.row(case) for case in cases]
     failed = [f"{row['case']}: {row.get('error', row)}" for row in rows if not passed(row)]
     detail = ", ".join(case.name for case in cases)
     return bool(cases) and not failed, "\n".join(failed) or f"{len(cases)} cases: {detail}"
+
+
+def record_replay(checked: Copies) -> Result:
+    """Replaying recorded routes gives the same loss and gradients bitwise; other routes do not."""
+    for name, (ranks, more) in LAYOUTS.items():
+        try:
+            worker = checked.worker(checked.patched)
+            wrong = worker.run(record_and_replay, ranks, more, timeout_s=180)
+        except RankError as error:
+            return False, f"{name}: {error}"
+        if any(wrong):
+            return False, f"{name}: claims that failed: {wrong}"
+    return True, ", ".join(LAYOUTS)
 
 
 CHECKS: dict[str, Callable[[Checked], Result]] = {

@@ -42,10 +42,8 @@ from proof.fidelity.line_checks import CHECKS as CHECKS_OF_TRAINING
 from proof.fidelity.line_checks import QUICK, Checked, Result
 from proof.fidelity.trees import ROOT
 
-# A check returns None where the line lacks what it checks.
-CHECKS: dict[str, Callable[[Checked], Result | None]] = {**CHECKS_OF_TRAINING, "engine": engine}
+CHECKS: dict[str, Callable[[Checked], Result]] = {**CHECKS_OF_TRAINING, "engine": engine}
 IN_TESTS = ("replay", "engine")
-NOTHING = "the line lacks what this checks"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -95,11 +93,12 @@ def main(argv: list[str] | None = None) -> int:
             print(line_of(row), flush=True)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(results, indent=1) + "\n")
-    failed = [result for result in results if not result["passed"]]
+    failed = [result for result in results if result["passed"] is False]
     for result in failed:
         print(f"\nFAILED {result['check']} on {result['tree']}:\n{result['detail']}")
+    passed = sum(result["passed"] is True for result in results)
     print(
-        f"{len(results) - len(failed)} of {len(results)} checks passed on {len(trees)} trees "
+        f"{passed} of {len(results)} checks passed on {len(trees)} trees "
         f"in {time.monotonic() - begin:.0f} s: {args.out}"
     )
     return 1 if failed else 0
@@ -168,7 +167,7 @@ def _run(
         checked = open_.enter_context(Checked(line, tree, source, commit, Path(folder), cases))
         for name in names:
             begin = time.monotonic()
-            passed, detail = CHECKS[name](checked) or (True, NOTHING)
+            passed, detail = CHECKS[name](checked)
             results.append(
                 {
                     "line": line.name,
@@ -186,7 +185,7 @@ def line_of(row: list[dict[str, object]]) -> str:
     """The line of the printed table with the results of one tree."""
     cells = (
         f"{'none':>16}"
-        if r["detail"] == NOTHING
+        if r["passed"] is None
         else f"{'ok' if r['passed'] else 'FAILED':>8} {r['seconds']:5.0f} s"
         for r in row
     )

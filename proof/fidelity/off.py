@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from proof.fidelity import core_only
-from proof.fidelity.models import MODELS, VOCAB_SIZE
+from proof.fidelity.models import MODELS
 
 # the modules that stay importable: they also run an unpatched tree on the CPU
 _SEEN = ("cpu", "replay.ending", "train.launch", "train.pretrain_gpt")
@@ -74,9 +73,6 @@ def train_off(rank: int, arguments: str) -> tuple[Weights, Weights]:
     """
     argv = [*MODELS["base"].argv(), *shlex.split(_ARGUMENTS), *shlex.split(arguments)]
     argv += ["--train-iters", str(STEPS), "--eval-iters", "0", "--seed", "7"]
-    if core_only.is_core_only():
-        hide_megatron_r3()
-        return _train_core_only(argv)
     from megatron_r3.train import launch
 
     hide_megatron_r3()
@@ -91,27 +87,4 @@ def train_off(rank: int, arguments: str) -> tuple[Weights, Weights]:
         before.update(weights(made))
 
     launch.train(datasets, forward_step, begin)
-    return before, weights(models)
-
-
-def _train_core_only(argv: list[str]) -> tuple[Weights, Weights]:
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-
-    args = core_only.initialize(argv)
-    models = core_only.wrap(args, core_only.build_chunks(args))
-    before = weights(models)
-    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-3), models)
-    batches = torch.Generator().manual_seed(0)
-
-    def forward_step(data: Any, model: torch.nn.Module) -> Any:
-        shape = (args.micro_batch_size, args.seq_length + 1)
-        ids = torch.randint(0, VOCAB_SIZE, shape, generator=batches)
-        positions = torch.arange(args.seq_length)[None].expand(args.micro_batch_size, -1)
-        output = model(ids[:, :-1], positions, None, labels=ids[:, 1:])
-        return output, lambda losses: (losses.sum(), torch.tensor(losses.numel()).int(), {})
-
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        core_only.forward_backward(args, models, forward_step, None)
-        optimizer.step()
     return before, weights(models)

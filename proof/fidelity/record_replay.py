@@ -1,5 +1,6 @@
 """Record the experts that a model chooses, and replay them: loss and gradients stay bitwise equal.
 
+The model is made of megatron.core alone, so the tree needs no training loop.
 Megatron is imported only inside the functions that ranks run.
 
 Shape suffixes (docs/glossary.md): T, K.
@@ -8,42 +9,53 @@ Shape suffixes (docs/glossary.md): T, K.
 from __future__ import annotations
 
 import contextlib
-import shlex
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
+from megatron_r3.cpu import CPU_CONFIG
 from megatron_r3.replay.active import MicrobatchRoutes, recording, replaying
-from proof.fidelity.models import EXPERTS, MODELS, SEQ_LENGTH, VOCAB_SIZE
-from proof.fidelity.reference import build
+from proof.fidelity.models import EXPERTS, SEQ_LENGTH, TOPK, VOCAB_SIZE
 
+CONFIG = {
+    "num_layers": 4,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_moe_experts": EXPERTS,
+    "moe_router_topk": TOPK,
+    "moe_ffn_hidden_size": 16,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_router_load_balancing_type": "none",
+    "add_bias_linear": False,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "moe_router_replay": True,
+    **CPU_CONFIG,
+}
 # a layer runs once; it runs again in the backward pass; it sends tokens to another rank
-LAYOUTS = {
-    "1 process": (1, ""),
-    "full recompute": (
-        1,
-        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-    ),
-    "EP2": (2, "--expert-model-parallel-size 2"),
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform"}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "1 process": (1, {}),
+    "full recompute": (1, {**RECOMPUTE, "recompute_num_layers": 1}),
+    "EP2": (2, {}),
 }
 
 LossAndGradients = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
-def record_and_replay(rank: int, arguments: str) -> list[str]:
+def record_and_replay(rank: int, options: dict[str, Any]) -> list[str]:
     """Record a micro-batch, and replay it as recorded, and with each of two faults.
 
     Args:
-        arguments: Megatron's options of the layout.
+        options: fields of Megatron's config. The experts are spread over all ranks.
 
     Returns:
         The claims that do not hold.
     """
-    argv = [*MODELS["base"].argv(), *shlex.split(arguments), "--micro-batch-size", "1"]
-    argv += ["--global-batch-size", "2"]  # with two ranks, a micro-batch for each
-    _, model = build([*argv, "--moe-router-replay"])
+    model = _build(options).train()
     live = _run(model, rank, contextlib.nullcontext)
     with recording() as microbatch:
         recorded = _run(model, rank, lambda: replaying(microbatch))
@@ -61,6 +73,22 @@ def record_and_replay(rank: int, arguments: str) -> list[str]:
         "shifted tokens show": not _same(live, replay(lambda ids_TK: ids_TK.roll(1, 0))),
     }
     return [claim for claim, holds in claims.items() if not holds]
+
+
+def _build(options: dict[str, Any]) -> torch.nn.Module:
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer import TransformerConfig
+
+    torch.distributed.init_process_group("gloo")
+    parallel = {"expert_model_parallel_size": int(os.environ["WORLD_SIZE"])}
+    parallel_state.initialize_model_parallel(**parallel)
+    model_parallel_cuda_manual_seed(1)
+    config = TransformerConfig(**CONFIG, **parallel, **options)
+    layers = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    return GPTModel(config, layers, VOCAB_SIZE + 1, SEQ_LENGTH, position_embedding_type="rope")
 
 
 def _run(

@@ -22,7 +22,6 @@ import torch
 from megatron_r3.replay.active import MicrobatchRoutes, replaying
 from megatron_r3.replay.layers import local_moe_layers, local_routers
 from megatron_r3.train.launch import build_model, initialize
-from proof.fidelity import core_only
 from proof.fidelity.gradients import Piece, collect, of_step
 from proof.fidelity.policy_loss import advantages
 from proof.fidelity.rollouts import Sampled
@@ -68,9 +67,6 @@ class Reference:
 
 def build(argv: list[str]) -> tuple[Any, torch.nn.Module]:
     """Megatron's parsed arguments, and the whole model that they describe."""
-    if core_only.is_core_only():
-        args: Any = core_only.initialize(argv)
-        return args, core_only.build_chunks(args)[0].train()
     sys.argv = ["reference.py", *argv]
     args = initialize()
     return args, build_model(args).train()
@@ -80,11 +76,10 @@ def build_and_save(argv: list[str], checkpoint: Path) -> tuple[Any, torch.nn.Mod
     """As `build`, with replay on; also save the model, so that layouts can load it."""
     argv = [*argv, "--moe-router-replay", "--save", str(checkpoint), "--save-interval", "1"]
     args, model = build(argv)
-    if not core_only.is_core_only():
-        from megatron.training.checkpointing import save_checkpoint
+    from megatron.training.checkpointing import save_checkpoint
 
-        # iteration 1, because 0.15 does not load a checkpoint of iteration 0
-        save_checkpoint(1, [model], None, None, 0)
+    # iteration 1, because 0.15 does not load a checkpoint of iteration 0
+    save_checkpoint(1, [model], None, None, 0)
     return args, model
 
 

@@ -20,7 +20,7 @@ from megatron_r3.patching.versions import patches_folder, read_versions
 from proof.fidelity.cases import CASES, Case
 from proof.fidelity.rig.worker import TreeWorker
 from proof.fidelity.table import Table, passed
-from proof.fidelity.trees import patched_copy, training_or_core, unpatched_copy
+from proof.fidelity.trees import patched_copy, unpatched_copy
 
 HEAD = (
     f"{'case':38} ranks {'dispatched':>10} {'loss error':>10} {'grad error':>10} bitwise controls"
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
         if not cases:
             print(f"error: {name} can run none of these cases", file=sys.stderr)
             return 2
-        with TreeWorker(patched, preload=[training_or_core(patched)]) as worker:
+        with TreeWorker(patched, preload=["megatron.training"]) as worker:
             rows = run(cases, Table(worker, folder, name), args.verbose)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(rows, indent=1) + "\n")

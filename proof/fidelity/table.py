@@ -14,7 +14,6 @@ from megatron_r3.train.dataset import PackedRollouts
 from megatron_r3.train.options import document_multiple
 from megatron_r3.train.schedule import Schedule, UseOfRollouts
 from proof.fidelity.cases import CASES, Case
-from proof.fidelity.core_layout import run_core_layout
 from proof.fidelity.gradients import assemble
 from proof.fidelity.judge import Judge, gradient_error
 from proof.fidelity.layout import run_layout
@@ -24,7 +23,6 @@ from proof.fidelity.reference import CLIP_EPS, make_reference
 from proof.fidelity.rig.rank_process import RankError
 from proof.fidelity.rig.worker import TreeWorker
 from proof.fidelity.rollouts import CONTROLS, NUM_ROLLOUTS, make_rollouts, write_stores
-from proof.fidelity.trees import training_or_core
 
 TIMEOUT_S = 180.0
 ANY_GUEST = "--moe-router-replay-guest-tokens 1"
@@ -109,9 +107,8 @@ class Table:
         argv += ["--rollouts-clip-eps", str(CLIP_EPS), "--train-iters", str(steps)]
         argv += ["--lr", "1e-30", "--min-lr", "0", "--log-interval", "1", *update.argv()]
         argv += ["--moe-router-replay-verify-dispatch", "--moe-router-replay-verify-plan"]
-        has_loop = training_or_core(self.worker.tree) == "megatron.training"
         return self.worker.run(
-            run_layout if has_loop else run_core_layout,
+            run_layout,
             case.ranks,
             argv,
             prepared.stores,

@@ -47,7 +47,6 @@ def patched_copy(unpatched: Path, target: Path) -> Path:
     return target
 
 
-def training_or_core(tree: Path) -> str:
-    """The module that a worker preloads: PyPI's trees up to 0.16 have no megatron.training."""
-    whole = (tree / "megatron" / "training" / "training.py").exists()
-    return "megatron.training" if whole else "megatron.core.models.gpt"
+def has_loop(tree: Path) -> bool:
+    """Whether a tree has Megatron's training loop: PyPI's trees up to 0.16 have none."""
+    return (tree / "megatron" / "training" / "training.py").exists()

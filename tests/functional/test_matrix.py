@@ -123,4 +123,4 @@ def test_an_engine_that_returns_the_experts_of_the_token_before_is_caught(
     assert not passed
     assert detail == "request 0: no experts, or not those of the training forward"
     monkeypatch.setattr(faulty, "patched", tmp_path)  # as on a line whose engine records nothing
-    assert CHECKS["engine"](faulty) is None
+    assert CHECKS["engine"](faulty)[0] is None

@@ -1,11 +1,9 @@
 """What a case of the fidelity table asks of a training, and in which ways that is done wrongly."""
 
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 
-from proof.fidelity.cases import CASES
 from proof.fidelity.models import MODELS
 from proof.fidelity.update import Update
 
@@ -32,13 +30,3 @@ def test_every_control_has_one_fault(update):
     assert controls
     for wrong in controls.values():
         assert len(asdict(wrong).items() - right.items()) == 1
-
-
-def test_several_steps_need_a_loop(tmp_path: Path):
-    """Trees of PyPI have none up to 0.16."""
-    quick = [case for case in CASES if case.quick and not case.script]
-    left = {c.name for c in quick if not c.runs_on(tmp_path, "core_r0.19.0")}
-    assert left == {c.name for c in quick if MODELS[c.model].update.mini_steps > 1} != set()
-    (tmp_path / "megatron" / "training").mkdir(parents=True)
-    (tmp_path / "megatron" / "training" / "training.py").touch()
-    assert all(c.runs_on(tmp_path, "core_r0.19.0") for c in quick)
