@@ -10,7 +10,7 @@ from collections.abc import Callable
 from multiprocessing.managers import SyncManager
 from typing import Any
 
-from megatron_r3.cpu import attention, deep_ep, device, gloo, inference, megatron_gaps
+from megatron_r3.cpu import attention, device, gloo, inference, megatron_gaps
 from megatron_r3.cpu.errors import InstallError
 
 CPU_ARGS: tuple[str, ...] = (
@@ -58,11 +58,10 @@ def install() -> None:
     if _state["installed"]:
         return
     # What Megatron looks for while it is imported comes first: CUDA devices, typing.override,
-    # torch.compile, deep_ep. The rest imports Megatron's modules and replaces names in them.
+    # torch.compile. The rest imports Megatron's modules and replaces names in them.
     device.install()
     megatron_gaps.provide_override()
     megatron_gaps.disable_compiler()
-    deep_ep.provide()
     _check_importable()
     gloo.patch()
     megatron_gaps.patch()

@@ -1,8 +1,7 @@
 """Fill in what Megatron-LM takes from CUDA, Transformer Engine, a compiler or a later Python.
 
 Each function that `patch` calls fills one gap, which its docstring names, and does nothing on a
-release line that lacks the module or the name. Attention and DeepEP are larger gaps with files of
-their own.
+release line that lacks the module or the name. Attention is a larger gap with a file of its own.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ MODELS = {
     # for cases of CP: there upstream weighs the MTP loss by each rank's own number of tokens
     "mtp no loss": Model("--num-layers 4 --mtp-num-layers 1 --mtp-loss-scaling-factor 0", FOUR),
     "hybrid": Model(
-        "--hybrid-layer-pattern *E*-*E*E --spec megatron_r3.cpu.hybrid_spec spec", (1, 5, 7)
+        "--hybrid-layer-pattern *E*-*E*E --spec proof.fidelity.hybrid_spec spec", (1, 5, 7)
     ),
     "shared": Model(
         "--num-layers 4 --moe-shared-expert-intermediate-size 32 --moe-shared-expert-overlap", FOUR

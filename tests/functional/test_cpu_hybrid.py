@@ -45,7 +45,7 @@ def hybrid(pattern: str, **options: Any) -> Any:
     torch.manual_seed(4)
     return HybridModel(
         config(num_layers=len(pattern), is_hybrid_model=True, **options),
-        import_module(("megatron_r3.cpu.hybrid_spec", "spec")),
+        import_module(("proof.fidelity.hybrid_spec", "spec")),
         vocab_size=VOCABULARY,
         max_sequence_length=SEQUENCE,
         hybrid_layer_pattern=pattern,

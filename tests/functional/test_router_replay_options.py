@@ -171,7 +171,7 @@ def hybrid(rank: int) -> dict[str, Any]:
     pattern = "*E*-*E"
     made = HybridModel(
         config(**ASKED, **FULL, num_layers=len(pattern), is_hybrid_model=True),
-        import_module(("megatron_r3.cpu.hybrid_spec", "spec")),
+        import_module(("proof.fidelity.hybrid_spec", "spec")),
         vocab_size=64,
         max_sequence_length=SEQUENCE,
         hybrid_layer_pattern=pattern,

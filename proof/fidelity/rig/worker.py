@@ -25,6 +25,7 @@ import torch
 
 import megatron_r3
 from megatron_r3.cpu import InstallError, install
+from proof.fidelity.rig import deep_ep
 from proof.fidelity.rig.forkserver import run_ranks
 from proof.fidelity.rig.rank_process import RankError, die_with_parent, to_bytes
 
@@ -196,6 +197,7 @@ def _call(rank: int, call: bytes, folder: str) -> bytes:
 
 def _import_tree(tree: str, preload: Sequence[str]) -> None:
     """Import the modules to preload; check that megatron.core comes from this tree."""
+    deep_ep.provide()  # before Megatron is imported
     install()
     for name in preload:
         importlib.import_module(name)

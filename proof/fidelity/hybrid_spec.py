@@ -1,6 +1,6 @@
 """Hybrid models of attention (*), MLP (-) and MoE (E) layers from Megatron's local modules.
 
-    pretrain_hybrid.py ... --hybrid-layer-pattern "*E*E" --spec megatron_r3.cpu.hybrid_spec spec
+    pretrain_hybrid.py ... --hybrid-layer-pattern "*E*E" --spec proof.fidelity.hybrid_spec spec
 
 Upstream's hybrid_layer_specs.py needs Transformer Engine and mamba-ssm. As in that file, attention
 and MLP are layers of their own; here their submodules come from the local GPT spec. MTP is not in
