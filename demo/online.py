@@ -27,7 +27,6 @@ from demo.model import arguments
 from demo.process import Failed
 from demo.stages import WORLD_SIZE, Stages
 from megatron_r3.loop.report import read_run
-from megatron_r3.loop.report_numbers import wall_seconds
 from megatron_r3.loop.run_directory import RunDirectory
 
 COLLECTIONS, PROMPTS_PER_COLLECTION, SAMPLES = 28, 64, 8
@@ -225,9 +224,9 @@ def run(args: argparse.Namespace) -> int:
     rl = [sys.executable, "-m", "megatron_r3.cli", "rl"]
     if status := subprocess.run([*rl, "run", str(config)], check=False, cwd=ROOT).returncode:
         return status
-    # of a run that was stopped and continued: the time before the stop too
-    seconds = wall_seconds(read_run(out / "run", "run")) or 0.0
-    numbers = {**measured(out / "run"), "seconds": round(seconds)}
+    times = [event["time"] for event in read_run(out / "run", "run").events]
+    # of a run that was stopped and continued: the time of the stop too
+    numbers = {**measured(out / "run"), "seconds": round(max(times) - min(times))}
     (out / "summary.json").write_text(json.dumps(numbers, indent=2) + "\n")
     report = [*rl, "report", str(out / "run"), "--out", str(page)]
     if status := subprocess.run(report, check=False, cwd=ROOT).returncode:

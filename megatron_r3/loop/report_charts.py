@@ -1,137 +1,223 @@
-"""The charts of a report as figures of plotly: `{"data": traces, "layout": ...}`, which is JSON.
+"""The charts of a report: what each shows, what is healthy (docs/metrics.md), and its figure.
 
-report.js draws the figures with the page's theme. Colours are names of variables in report.css:
-`var(--g1)` for the second group. plotly takes fixed colours only, so the script replaces each name
-by its value in the light or the dark page. `legendgroup` names the group of a trace.
+A figure is `{"data": traces, "layout": ...}`, which is JSON; the page's script draws it.
 """
 
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping, Sequence
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from megatron_r3.loop.report_contents import LOG, MAP, OFF_ZERO, PERCENT, STAGES, Chart
-from megatron_r3.loop.report_numbers import Groups, Line, duration, lines_of, number
+from megatron_r3.loop.report import LAYER, Curve, Run
 from megatron_r3.replay.words import one_line
 
-COLOURS = 8  # of groups, in report.css; the ninth group has the first colour and dashed lines
-Drawn = tuple[list[dict[str, Any]], dict[str, Any]]  # traces, and a layout
-Lines = Mapping[str, Line]  # of a group, by name
+# Of runs; seeds of one experiment share a colour. All can be read on white and on black.
+COLOURS = ("#1f83c4", "#e0701e", "#109a6b", "#c64ea1", "#a98a12", "#8a6fd1", "#d6514a", "#7a8694")
+STAGES = ("sampling", "pushing weights", "waiting for a policy", "the rest")
+FIRST, LIMIT, CACHED = ", first steps", ", limit", ", with the prefix cache"
 
 
-def figures_of(chart: Chart, groups: Groups) -> list[dict[str, Any]]:
-    """One figure for all groups, or one for each with the same axes; none if there are no values.
+@dataclass(frozen=True)
+class Chart:
+    """What a chart shows, and what is healthy.
 
-    The page reads `title`, `text` and `group`: the number of the figure's group, None for all.
+    Attributes:
+        source: a name of metrics.jsonl, the beginning of such names (`LAYER`), "EVENT: FIELD", or
+            the times of the stages of a collection.
+        look: "percent", "first" (a dashed line has only the first step on each collection), "map"
+            (a heat map by layer for each run) or "bars" (stacked, for each run), or several.
     """
-    of_groups = [lines_of(chart, group) for group in groups.values()]
-    every = [line for lines in of_groups for line in lines.values()]
-    if not every:
-        return []
-    text, each = chart.text, max(line.each for line in every)
-    if any(", first steps" in lines for lines in of_groups):
-        text += " Dashed: the first step on each collection; in later steps the trainer moves away."
-    if each > 1:
-        text += f" Each point is a mean over up to {each} neighbouring {chart.x}s."
-    first, last = min(line.x[0] for line in every), max(line.x[-1] for line in every)
-    room = max(0.5, 0.015 * (last - first))  # so that no mark, bar or cell at the edge is cut
-    x_axis = {
-        "title": {"text": chart.x},
-        "range": [first - room, last + room],
-        "dtick": 1 if last - first < 8 else None,  # there is no step 1.5
-        "unifiedhovertitle": {"text": f"{'around ' if each > 1 else ''}{chart.x} %{{x}}"},
-    }
-    drawn: list[tuple[int | None, Drawn]]
-    if MAP in chart.look or STAGES in chart.look:
-        draw = _map if MAP in chart.look else _stages
-        drawn = [(at, draw(chart, lines, of_groups)) for at, lines in enumerate(of_groups) if lines]
-    else:
-        drawn = [(None, _lines(chart, [*groups], of_groups))]
-    words = {"title": chart.title, "text": text}
+
+    title: str
+    source: str
+    look: str
+    text: str
+
+
+# fmt: off
+PARTS = {
+    "Does the policy learn?": (
+        Chart("Reward", "update/reward mean", "",
+            "Mean reward of the rollouts of a step. Healthy: it rises, and then stays up."),
+        Chart("Groups with one reward", "update/groups with one reward", "percent",
+            "Share of rollouts whose group got equal rewards: they teach nothing. Healthy: few."),
+        Chart("Entropy", "update/entropy", "",
+            "How undecided the policy is. Healthy: a slow fall; at 0 nothing is explored."),
+        Chart("Response length", "update/response length", "",
+            "Mean tokens. Healthy: no jumps. A rise to the limit without reward is a warning."),
+        Chart("Responses cut at the longest length", "collected: length_cut", "percent",
+            "Share of responses that max_tokens cut off. Healthy: low, and not rising."),
+        Chart("Learning rate", "update/learning rate", "",
+            "As Megatron logs it. With smaller steps the policy drifts less within a collection."),
+        Chart("Gradient norm", "update/gradient norm", "",
+            "Before clipping. Healthy: level, without single steps that are many times higher."),
+    ),
+    "Do sampler and trainer agree?": (
+        Chart("KL from sampler to trainer (k3)", "update/sampler k3 kl", "first",
+            "How far their probabilities differ. Healthy: near 0, and without a lasting rise."),
+        Chart("Extreme tokens, F(2)", "update/sampler extreme", "percent first",
+            "Share of tokens whose probabilities differ by more than a factor of 2. Healthy: 0 %."),
+        Chart("Effective sample size", "update/effective sample size", "first",
+            "Share of a step that the correction's weights keep. Healthy: near 1; 1 without them."),
+        Chart("Router mismatch", "router mismatch", "percent first",
+            "Share of (token, layer) pairs where the trainer's router would choose other experts "
+            "than the sampler. Healthy: some percent. With replay the sampler's experts are used."),
+        Chart("Token mismatch", "token mismatch", "percent first",
+            "Share of tokens that differ in at least one layer; large in models of many layers."),
+        Chart("Routes dispatched as recorded", "routes dispatched as recorded", "percent",
+            "Share of recorded token-expert pairs. Healthy: exactly 100 % with replay, less live."),
+        Chart("Router mismatch by layer", LAYER, "percent map",
+            "Yellow is the most. Healthy: somewhat more in deep layers; no layer stands out, and "
+            "nothing jumps at a step."),
+        Chart("Busiest expert by layer", "collected: expert_load", "map",
+            "Its tokens divided by the mean over experts; 1 is an even load. Healthy: no layer "
+            "drifts to yellow. Layers are counted from 1 among the MoE layers."),
+    ),
+    "Does the loop run well?": (
+        Chart("Policy lag", "update/policy lag", "",
+            "How many versions the sampler is behind. Healthy: as configured. 0 is on-policy."),
+        Chart("Check of each push", "pushed: abs_dlogp", "",
+            "Mean |difference of log-probs| between sampler and trainer on fixed tokens, and the "
+            "largest one with the sampler's prefix cache. Above the dashed limit the run stops."),
+        Chart("Routes that agree after a push", "pushed: route_agreement", "percent",
+            "Share of fixed tokens with the trainer's experts, in the worst layer. Healthy: as "
+            "for the first version."),
+        Chart("Truth test of each collection", "examined: mismatch", "percent",
+            "Share of (row, layer) pairs of some rollouts whose experts differ from those of "
+            "transformers under the same policy. Healthy: as at the start."),
+        Chart("Seconds of a step", "update/seconds", "",
+            "Without the wait for rollouts, checkpoints and publishing. Healthy: level."),
+        Chart("Where the time goes", "collected: stages", "bars",
+            "Seconds of each collection by stage. The collector waits for a policy while the "
+            "trainer trains. Healthy: little of \"the rest\", and no growth."),
+    ),
+}
+# fmt: on
+
+
+def figures_of(chart: Chart, runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """One figure for all runs, or one for each run; none if there are no values.
+
+    The page reads `title` and `text`; plotly gets `data` and `layout`.
+    """
+    x_axis = "step"
+    if ": " in chart.source:
+        x_axis = "collection" if chart.source.startswith("collected") else "policy version"
+    layout: dict[str, Any] = {"xaxis": {"title": {"text": x_axis}}, "yaxis": {}}
+    if "percent" in chart.look:
+        layout["yaxis"]["tickformat"] = ".4~%"
+    if "map" not in chart.look and "bars" not in chart.look:
+        layout["yaxis"]["rangemode"] = "tozero"
+        layout["showlegend"] = len(runs) > 1
+        data = [trace for run in runs for trace in _lines(chart, run, _colour(run, runs))]
+        figure = {"title": chart.title, "text": chart.text, "data": data, "layout": layout}
+        return [figure] if data else []
+    figures = []
+    for run in runs:
+        if "bars" in chart.look:
+            layout |= {"barmode": "stack", "showlegend": True}
+            data = [_trace("bar", stage, curve) for stage, curve in stage_times(run).items()]
+        else:
+            layout["yaxis"] = {"type": "category", "title": {"text": "layer"}}
+            data = _map(by_layer(chart.source, run), "percent" in chart.look)
+        if any(trace["x"] for trace in data):
+            title = f"{chart.title}: {run.name}" if len(runs) > 1 else chart.title
+            figures.append({"title": title, "text": chart.text, "data": data, "layout": layout})
+    return figures
+
+
+def _colour(run: Run, runs: Sequence[Run]) -> str:
+    """The colour of a run: live-0 and live-1, whose names differ in the number only, have one."""
+    experiments = [*dict.fromkeys(re.sub(r"-\d+$", "", one.name) for one in runs)]
+    return COLOURS[experiments.index(re.sub(r"-\d+$", "", run.name)) % len(COLOURS)]
+
+
+def _trace(kind: str, name: str, curve: Curve) -> dict[str, Any]:
+    # escaped, since plotly would make a link of `<a href=...>` in a name
+    shown = html.escape(one_line(name, 200), quote=False)
+    return {"type": kind, "name": shown, "x": [*curve], "y": [*curve.values()]}
+
+
+def _lines(chart: Chart, run: Run, colour: str) -> list[dict[str, Any]]:
+    """A line of a run, and its dashed companions."""
+    curves = {"": curve_of(chart.source, run)}
+    if chart.source == "pushed: abs_dlogp":
+        curves[CACHED] = curve_of("pushed: cached_dlogp", run)
+        curves[LIMIT] = curve_of("pushed: limit", run)
+    # Optimizer steps on a collection, from the newest event. In later steps on a collection the
+    # trainer has moved away from the policy that sampled.
+    pairs = ((e.get("iteration", 0), e["version"]) for e in reversed(run.of("published")))
+    each = next((steps // version for steps, version in pairs if version), 1)
+    if "first" in chart.look and each > 1:
+        curves[FIRST] = {x: y for x, y in curves[""].items() if (x - 1) % each == 0}
+    dashes = {"": "solid", CACHED: "dot"}
     return [
-        {**words, "group": at, "data": traces, "layout": {**layout, "xaxis": x_axis}}
-        for at, (traces, layout) in drawn
-    ]
-
-
-def _lines(chart: Chart, names: Sequence[str], of_groups: Sequence[Lines]) -> Drawn:
-    """Lines with bands; lines and bands are cut off at the least value of the y axis."""
-    every = [line for lines in of_groups for line in lines.values()]
-    least, highest = min(min(line.low) for line in every), max(max(line.high) for line in every)
-    above_0 = min((y for line in every for y in line.mean if y > 0), default=0.0)
-    percent = PERCENT in chart.look
-    axis: dict[str, Any] = {"tickformat": ".4~%"} if percent else {}
-    if LOG in chart.look and 0 < 30 * above_0 < highest:
-        axis["type"] = "log"
-        least = above_0  # a logarithmic axis has no 0: zeros are drawn at the least value above 0
-    elif OFF_ZERO not in chart.look:
-        axis["rangemode"] = "tozero"
-    elif least > 0.9 and highest <= 1:
-        # Shares that should be 1: end the axis just above 1, and do not magnify tiny differences.
-        axis["range"] = [min(0.99, 2 * least - 1), 1.0005]
-    traces = []
-    for at, what, line in ((at, *one) for at, of in enumerate(of_groups) for one in of.items()):
-        # escaped, since plotly would make a link of `<a href=...>` in a name
-        name = html.escape(one_line(names[at] + what, 200), quote=False)
-        colour, both = f"var(--g{at % COLOURS}", {"type": "scatter", "legendgroup": f"g{at}"}
-        if not what and line.low != line.high:
-            band = [max(y, least) for y in (*line.high, *reversed(line.low))]
-            x = [*line.x, *reversed(line.x)]
-            fill = {"fill": "toself", "fillcolor": f"{colour}-band)", "line": {"width": 0}}
-            traces.append({**both, **fill, "mode": "lines", "hoverinfo": "skip", "x": x, "y": band})
-        dash = "dash" if what or at >= COLOURS else "solid"
-        words = [
-            f"{name}: {number(mean, percent)}"
-            + (f" ({number(low, percent)} to {number(high, percent)})" if low != high else "")
-            for mean, low, high in zip(line.mean, line.low, line.high, strict=True)
-        ]
-        trace = {
-            # Few points get marks: a single point would not show as a line.
-            "mode": "lines" if len(line.x) > (1 if what else 24) else "lines+markers",
-            "line": {"color": f"{colour})", "width": 1.3 if what else 2, "dash": dash},
-            "x": line.x,
-            "y": [max(y, least) for y in line.mean],
-        }
-        traces.append({**both, **trace, "name": name, "hoverinfo": "text", "hovertext": words})
-    return traces, {"yaxis": axis}
-
-
-def _stages(_: Chart, lines: Lines, of_groups: Sequence[Lines]) -> Drawn:
-    """For each collection stacked bars, one for each stage."""
-    means = [[line.mean for line in stages.values()] for stages in of_groups]
-    highest = max(sum(stages) for of in means for stages in zip(*of, strict=True))
-    axis = {"range": [0, 1.05 * highest or 1], "ticksuffix": " s"}
-    traces = [
         {
-            "type": "bar",
-            "name": stage,
-            "marker": {"color": f"var(--s{at})"},
-            "x": line.x,
-            "y": line.mean,
-            "hoverinfo": "text",
-            "hovertext": [f"{stage}: {duration(y)}" for y in line.mean],
+            **_trace("scatter", run.name + what, curve),
+            "mode": "lines+markers" if len(curve) < 25 else "lines",  # a point alone is no line
+            "line": {"color": colour, "dash": dashes.get(what, "dash")},
         }
-        for at, (stage, line) in enumerate(lines.items())
+        for what, curve in curves.items()
+        if curve
     ]
-    return traces, {"barmode": "stack", "showlegend": True, "height": 280, "yaxis": axis}
 
 
-def _map(chart: Chart, lines: Lines, of_groups: Sequence[Lines]) -> Drawn:
-    """A heat map by layer. Colours go from 0 (of loads from 1) to the largest value of all maps."""
-    lowest, form = (0, ".3~p") if PERCENT in chart.look else (1, ".3~g")
-    highest = max(y for layers in of_groups for line in layers.values() for y in line.mean)
-    x = sorted({x for line in lines.values() for x in line.x})
-    cells = [dict(zip(line.x, line.mean, strict=True)) for line in lines.values()]
-    trace = {
-        "type": "heatmap",
-        "x": x,
-        "y": [*lines],
-        "z": [[row.get(one) for one in x] for row in cells],  # null draws a hole: not measured
-        "zmin": lowest,
-        "zmax": highest if highest > lowest else lowest + 1,
-        "colorbar": {"tickformat": form},
-        "hovertemplate": f"{chart.x} %{{x}}, layer %{{y}}: %{{z:{form}}}<extra></extra>",
-    }
-    axis = {"type": "category", "title": {"text": "layer"}, "showgrid": False}
-    return [trace], {"hovermode": "closest", "yaxis": axis}
+def _map(layers: dict[str, Curve], is_share: bool) -> list[dict[str, Any]]:
+    x = sorted({x for curve in layers.values() for x in curve})
+    cells = [[curve.get(one) for one in x] for curve in layers.values()]  # None draws a hole
+    form = {"tickformat": ".3~p" if is_share else ".3~g"}
+    least = 0 if is_share else 1
+    colours = {"colorscale": "Viridis", "zmin": least, "colorbar": form}  # yellow is the most
+    return [{"type": "heatmap", "x": x, "y": [*layers], "z": cells, **colours}]
+
+
+def curve_of(source: str, run: Run) -> Curve:
+    """The finite values of a source (see `Chart`); if an x comes twice, its later value counts."""
+    kind, of_event, name = source.partition(": ")
+    if not of_event:
+        return run.metrics.get(source, {})
+    x = "collection" if kind == "collected" else "version"
+    points = {}
+    for event in run.of(kind):
+        value = event.get(name)
+        if isinstance(value, list):
+            value = min(value, default=None)  # the worst layer
+        if value is not None and math.isfinite(value):
+            points[event[x]] = value
+    return dict(sorted(points.items()))
+
+
+def by_layer(source: str, run: Run) -> dict[str, Curve]:
+    """Curves by layer number from metrics; or from lists in events, numbered from 1 in order."""
+    kind, _, name = source.partition(": ")
+    layers = {at[len(LAYER) :]: of for at, of in run.metrics.items() if at.startswith(source)}
+    for event in run.of(kind):
+        for layer, value in enumerate(event.get(name, ()), start=1):
+            if math.isfinite(value):
+                layers.setdefault(str(layer), {})[event["collection"]] = value
+    return dict(sorted(layers.items(), key=lambda of: int(of[0])))
+
+
+def stage_times(run: Run) -> dict[str, Curve]:
+    """Seconds of each stage by collection; the stages add up to the elapsed time.
+
+    Waiting and pushing belong to the collection that follows them. "The rest" is the elapsed time
+    without the measured stages: the time in which the collector was dead, for example. The first
+    collection has a rest of 0, since no event says when that collection began.
+    """
+    times: dict[str, Curve] = {stage: {} for stage in STAGES}
+    spent = dict.fromkeys(("collected", "pushed", "waited"), 0.0)
+    before: float | None = None
+    for event in run.of(*spent):
+        spent[event["event"]] += event.get("seconds", 0.0)
+        if event["event"] == "collected":
+            known = sum(spent.values())
+            rest = 0.0 if before is None else max(event["time"] - before - known, 0.0)
+            for stage, seconds in zip(STAGES, (*spent.values(), rest), strict=True):
+                times[stage][event["collection"]] = seconds
+            spent, before = dict.fromkeys(spent, 0.0), event["time"]
+    return times

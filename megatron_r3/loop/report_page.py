@@ -1,6 +1,6 @@
 """The page of `megatron-r3 rl report`: one HTML file that needs nothing else.
 
-report.html is the template, in which Jinja escapes every text. Styles, scripts and plotly.js (5 MB)
+report.html is the template, in which Jinja escapes every text. Styles, script and plotly.js (5 MB)
 are inside the page, so that it can be sent as one file. A content security policy forbids the
 browser to load anything.
 
@@ -9,69 +9,52 @@ Shape suffixes (docs/glossary.md): N.
 
 from __future__ import annotations
 
-import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from statistics import fmean
-from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from megatron_r3.data.store import RolloutStore
-from megatron_r3.data.untrusted import read_json
-from megatron_r3.loop import report_numbers as numbers
-from megatron_r3.loop.config import parse_config
-from megatron_r3.loop.report import Curve, Run
-from megatron_r3.loop.report_charts import figures_of
-from megatron_r3.loop.report_contents import GLANCE, PARTS, PERCENT
-from megatron_r3.loop.report_numbers import Groups, duration, number
-from megatron_r3.replay.words import one_line, quoted
+from megatron_r3.loop.report import LAYER, Run
+from megatron_r3.loop.report_charts import PARTS, by_layer, figures_of
+from megatron_r3.replay.words import one_line
 
 try:
     from plotly.offline import get_plotlyjs
 except ModuleNotFoundError as missing:
     raise ValueError("rl report needs plotly: pip install 'megatron-r3[report]'") from missing
 
-# Markup is our own HTML, which Jinja does not escape.
-NOT_RECORDED = Markup('<span class="soft">not recorded</span>')
 Row = list[str]
 SHOWN = 4  # how many samples of a collection are shown, spread over its prompts
 MOST = 400  # characters that are shown of a prompt, and of an answer
-# an option with its value: "--lr 4e-4", but not --lr-decay-style
-_OPTIONS = re.compile(
-    r"--(?:no-)?(?:moe-router-replay[\w-]*|rollouts[\w-]*|(?:lr|bf16|fp16)(?![\w-]))"
-    r"(?:[ =][^-\s]\S*)?"
-)
-# an option of the layout, shown as is usual by its initials and a P: TP, ETP
-_LAYOUT = re.compile(r"--([a-z-]+?)(?:-model)?-parallel-size[ =](\d+)")
 
 
 def page(runs: Sequence[Run]) -> str:
-    """The whole page, for runs in the order in which they shall be shown.
-
-    Raises:
-        ValueError: a run's config.toml, or its policy's config.json, is invalid.
-    """
-    groups = numbers.groups_of(runs)
-    ordered = [run for group in groups.values() for run in group]
+    """The whole page, for runs in the order in which they shall be shown."""
     parts = {
-        question: [figure for chart in charts for figure in figures_of(chart, groups)]
+        question: [figure for chart in charts for figure in figures_of(chart, runs)]
         for question, charts in PARTS.items()
     }
-    template = _environment().get_template("report.html")
-    return template.render(
-        groups=groups,
-        runs=ordered,
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,  # a name that is not given below is an error
+        # puts each text of a run on one line; Markup has another type and stays as it is
+        finalize=lambda value: one_line(value) if type(value) is str else value,
+    )
+    # fail here if a value is NaN: a browser cannot parse it, and would show no charts
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False}
+    return environment.get_template("report.html").render(
+        runs=runs,
         now=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        warnings=[(run.name, text) for run in ordered for text in numbers.warnings_of(run)],
-        notes=[(run.name, text) for run in ordered for text in numbers.notes_of(run)],
-        facts=_facts(groups),
-        glance=_glance(groups),
+        warnings=[f"{run.name}: {text}" for run in runs for text in warnings_of(run)],
+        notes=[f"{run.name}: {text}" for run in runs for text in run.notes],
+        facts=[_facts_of(run) for run in runs],
         parts=parts,
         figures=[figure for figures in parts.values() for figure in figures],
-        pushed=sum(len(run.of("pushed")) for run in runs),
         samples=[(run.name, *found) for run in runs if any(found := _samples(run))],
         configs={
             run.name: Markup.escape(file.read_text(encoding="utf-8", errors="replace"))
@@ -82,130 +65,72 @@ def page(runs: Sequence[Run]) -> str:
     )
 
 
-def _environment() -> Environment:
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,  # a name that `page` does not give is an error
-        # puts each text of a run on one line; Markup has another type and stays as it is
-        finalize=lambda value: one_line(value) if type(value) is str else value,
-    )
-    # fail here if a value is NaN: a browser cannot parse it, and would show no charts
-    environment.policies["json.dumps_kwargs"] = {"allow_nan": False}
-    environment.filters |= {"number": number, "duration": duration}
-    return environment
+def warnings_of(run: Run) -> list[str]:
+    """What is wrong in a run, one sentence each, the worst first."""
+    found = [
+        f"the push of version {event['version']} was not verified: |dlogp| is "
+        f"{event.get('abs_dlogp', 'unknown')}, the limit is {event.get('limit', 'unknown')}"
+        for event in run.of("pushed")
+        if not event["verified"]
+    ]
+    for event in run.of("examined"):
+        text = f"rollouts of version {event['version']} were not stored: "
+        found += [text + alarm for alarm in event["alarms"]]
+    verified = {event["version"] for event in run.of("pushed") if event["verified"]}
+    if wrong := [event for event in run.of("collected") if event["version"] not in verified]:
+        found.append(
+            f"{len(wrong)} collections were sampled by a version whose push is not recorded as "
+            f"verified, first: collection {wrong[0]['collection']} by version {wrong[0]['version']}"
+        )
+    # Only steps in which all routes were replayed from rollouts must dispatch them as recorded.
+    replayed = run.metrics.get("update/routes from rollout", {})
+    shares = run.metrics.get("routes dispatched as recorded", {})
+    if steps := [step for step in shares if shares[step] < 1 and replayed.get(step) == 1]:
+        found.append(
+            f"routes dispatched as recorded is below 1 {_at(steps)}, with replay: stop, and run "
+            "make fidelity MEGATRON=DIR"
+        )
+    bounded = run.metrics.get("bounded ratio", {})
+    if steps := [step for step in bounded if bounded[step] > 0]:
+        found.append(f"bounded ratio is above 0 {_at(steps)}")
+    for layer, shares in by_layer(LAYER, run).items():
+        if steps := [step for step in shares if shares[step] > 0.5]:
+            found.append(
+                f"router mismatch is above one half in layer {layer} {_at(steps)}: the engine "
+                "computes another model, or its router is noisy on purpose"
+            )
+    deaths = Counter(event["part"] for event in run.of("died"))
+    found += [f"the {part} died {count} times; see logs/" for part, count in deaths.items()]
+    for event in run.of("failed"):
+        found.append(f"collection {event['collection']} was begun anew: {event['reason']}")
+    return found
 
 
-def _facts(groups: Groups) -> list[Row]:
-    """The table "What ran": per row a name and a cell for each group, or one cell if all agree."""
-    of_groups = [[_facts_of(run) for run in group] for group in groups.values()]
-    names = [", ".join(run.name for run in group) for group in groups.values()]
-    rows = [["runs", *names]] if names != [*groups] else []
-    for name in of_groups[0][0]:
-        cells = [_cell([facts[name] for facts in of_runs]) for of_runs in of_groups]
-        rows.append([name, *(cells if len(set(cells)) > 1 else cells[:1])])
-    return rows
+def _at(steps: Sequence[float]) -> str:
+    return f"in {len(steps)} steps, first in {steps[0]}"
 
 
-def _facts_of(run: Run) -> dict[str, Any]:
-    """The facts of a run, from its config, its newest policy and its events."""
-    devices = [event["device"] for event in run.of("published") if "device" in event]
+def _facts_of(run: Run) -> Row:
+    """A row of the table "What ran"."""
+    used = [
+        words
+        for name, words in (("rollout", "rollout (R3)"), ("old policy", "old policy (R2)"))
+        if any(run.metrics.get(f"update/routes from {name}", {}).values())
+    ]
+    live = "the trainer chose its experts live" if run.steps else ""
     # by number, since a collection may have two events
     collected = {event["collection"]: event for event in run.of("collected")}.values()
-    return {
-        "model": _model(run.directory),
-        **_config_of(run.directory / "config.toml"),
-        "replay": numbers.replay_of(run),
-        "device": ", ".join(dict.fromkeys(devices)),
-        "steps": run.steps,
-        "policy versions": len({event["version"] for event in run.of("published")}),
-        "collections": len(collected),
-        "rollouts": sum(event["rollouts"] for event in collected) or None,
-        "tokens": sum(event["tokens"] for event in collected) or None,
-        "wall time": numbers.wall_seconds(run),
-    }
-
-
-def _model(directory: Path) -> str:
-    """The model of the newest policy, from its config.json; empty if no policy is there."""
-    file = max(directory.glob("policies/v[0-9]*[0-9]/config.json"), default=None)
-    if file is None:
-        return ""
-    config = read_json(file.read_bytes(), str(file))
-    if not isinstance(config, dict):
-        raise ValueError(f"{file}: expected a JSON object, got {quoted(config)}")
-    experts = "num_experts num_local_experts n_routed_experts"
-    names = ("model_type", "num_hidden_layers", "hidden_size", experts, "num_experts_per_tok")
-    found = ([str(config[n]) for n in of.split() if config.get(n) is not None] for of in names)
-    form = "{}, {} layers, hidden size {}, {} experts, top-{}"
-    return form.format(*(values[0] if values else "?" for values in found))
-
-
-def _config_of(file: Path) -> dict[str, str]:
-    """The facts that the config of a run tells; empty texts if there is no config."""
-    if not file.is_file():
-        return dict.fromkeys(("layout", "sampler", "loop", "training options"), "")
-    config = parse_config(file)
-    trainer, sampler = config.trainer, config.sampler
-    options = " ".join(trainer.arguments)
-    layout = [f"{trainer.processes} {'process' if trainer.processes == 1 else 'processes'}"]
-    if trainer.launch:
-        layout = ["processes of [trainer] launch"]
-    for name, size in _LAYOUT.findall(options):
-        layout.append("".join(word[0].upper() for word in name.split("-")) + f"P{size}")
-    of_config: str = sampler.engine
-    engine = ["embedded (transformers)" if of_config == "embedded" else of_config]
-    engine.append("new weights in place" if sampler.in_place else "started anew for new weights")
-    if worse := ", ".join(f"{name} {value}" for name, value in config.degrade if value):
-        engine.append(f"made worse on purpose: {worse}")
-    steps = f"{trainer.steps} {'step' if trainer.steps == 1 else 'steps'}"
-    return {
-        "layout": ", ".join(layout),
-        "sampler": ", ".join(engine),
-        "loop": f"{steps} on a collection, lag {config.run.lag}",
-        "training options": " ".join(_OPTIONS.findall(options)),
-    }
-
-
-def _cell(values: Sequence[Any]) -> str:
-    """A cell for a group: the different texts of its runs, or their smallest and largest number."""
-    there = [value for value in values if value not in ("", None)]
-    if not there:
-        return NOT_RECORDED
-    if isinstance(there[0], str):
-        return Markup("<br>").join(one_line(text, 200) for text in dict.fromkeys(there))
-    words = duration if isinstance(there[0], float) else "{:,}".format
-    ends = dict.fromkeys(words(value) for value in (min(there), max(there)))
-    return " to ".join(ends) + (" each" if len(values) > 1 else "")
-
-
-def _glance(groups: Groups) -> list[Row]:
-    """The table "At a glance": for each chart the means of its first and of its last third."""
-    rows = []
-    for chart in (chart for charts in PARTS.values() for chart in charts if GLANCE in chart.look):
-        curves = [[numbers.curves_of(chart, run) for run in group] for group in groups.values()]
-        names = {"": chart.title}
-        if chart.source == "update/sampler k3 kl":
-            names[", first steps"] = "k3, first step of each collection"
-        for which, name in names.items():
-            of_groups = [[of[which] for of in group if of.get(which)] for group in curves]
-            if any(of_groups):
-                rows.append([name, *(_change(of, PERCENT in chart.look) for of in of_groups)])
-    return rows
-
-
-def _change(curves: Sequence[Curve], percent: bool) -> str:
-    """First and last third of a group's curves; with fewer than three points first and last."""
-    if not curves:
-        return NOT_RECORDED
-    values = [[curve[x] for x in sorted(curve)] for curve in curves]
-    first = fmean(fmean(of[: max(len(of) // 3, 1)]) for of in values)
-    lasts = [fmean(of[-max(len(of) // 3, 1) :]) for of in values]
-    form = "{} → <b>{}</b>"
-    if len(lasts) > 1:
-        form += ' <span class="soft">({} to {})</span>'
-    shown = (number(value, percent) for value in (first, fmean(lasts), min(lasts), max(lasts)))
-    return Markup(form).format(*shown)
+    pushed = run.of("pushed")
+    return [
+        run.name,
+        f"routes from {' and '.join(used)}" if used else live,
+        ", ".join({event["device"]: 0 for event in run.of("published") if "device" in event}),
+        f"{run.steps:,}",
+        f"{sum(event['verified'] for event in pushed):,} of {len(pushed):,}",
+        f"{len(collected):,}",
+        f"{sum(event['rollouts'] for event in collected):,}",
+        f"{sum(event['tokens'] for event in collected):,}",
+    ]
 
 
 def _samples(run: Run) -> tuple[str, list[Row]]:
@@ -223,7 +148,7 @@ def _samples(run: Run) -> tuple[str, list[Row]]:
             for rollout in map(store.rollout, (index for index in first if index < len(store))):
                 tokens, start = rollout.tokens_N.tolist(), rollout.prompt_length
                 texts = (one_line(words(ids), MOST) for ids in (tokens[:start], tokens[start:]))
-                rows.append([str(collection), *texts, number(rollout.reward)])
+                rows.append([str(collection), *texts, f"{rollout.reward:.3g}"])
     except (OSError, ValueError) as error:  # the page is useful without samples
         return str(error), []
     return "", rows

