@@ -122,7 +122,10 @@ async def end_tasks(tasks: Collection[asyncio.Future[Any]]) -> None:
 
 
 def _end_at_the_next_signal() -> None:
-    """From now on, let a signal end the process at once, as if it had no handler."""
+    """Let a signal end the process at once, as if it had no handler, from _ONE_SIGNAL_S on.
+
+    Until then signals are ignored: `timeout` sends the first one twice.
+    """
     first = time.monotonic()
 
     def end(number: int, frame: FrameType | None) -> None:

@@ -62,7 +62,7 @@ def _add_report(commands: Commands[argparse.ArgumentParser]) -> None:
         "report",
         help=summary,
         description=f"{summary}. Several runs are shown side by side; runs whose names differ in "
-        "the number at the end (live-0, live-1) are seeds, and are shown as a mean with a band. "
+        "the number at the end (live-0, live-1) are seeds, and have one colour. "
         "The page needs no network. A run that is still going on can be reported too.",
     )
     add = parser.add_argument

@@ -207,7 +207,7 @@ class Way:
     counted: bool = False
 
 
-# The way "live" is compared with itself, which shows how much two equal steps differ.
+# "live" stands beside itself: that ratio shows how much the times of two equal steps differ.
 WAYS = {
     "live": Way("live", replays=False),
     "replay": Way("live"),

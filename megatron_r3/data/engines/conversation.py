@@ -252,7 +252,7 @@ def _refuse_other_rows(increment: Increment, known_LTK: np.ndarray, again_T: np.
         raise EngineError(
             f"the row of token {token} arrived before and differs at MoE layer {layer}: "
             f"{before[layer, row].tolist()}, now {now[layer, row].tolist()} "
-            f"({int(differs_LT.sum())} such rows)"
+            f"({int(differs_LT.any(0).sum())} such rows)"
         )
 
 

@@ -150,7 +150,7 @@ def decode_routes(
 def _from_python(
     response: Any, request: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A `RequestOutput`, made into the body and the request of a server."""
+    """A `RequestOutput` as a response body and its request, in the form they have over HTTP."""
     outputs = getattr(response, "outputs", None)
     prompt = getattr(response, "prompt_token_ids", None)
     if not isinstance(outputs, (list, tuple)) or prompt is None:

@@ -277,8 +277,8 @@ class Shard:
         value = float(self.tensors["advantage"][rollout])
         return None if np.isnan(value) else value
 
-    # Reading. Each of these raises a StoreError if the file is damaged, or was changed since it was
-    # opened.
+    # Reading. Each of these but `read_layers` raises a StoreError if what is read is damaged, or
+    # was changed since the file was opened.
 
     def read_tensor(self, name: str) -> np.ndarray:
         """A whole tensor, compared with its checksum; for PER_TOKEN the error names the rollout."""

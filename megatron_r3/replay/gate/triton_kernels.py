@@ -233,7 +233,7 @@ def _differs_from_topk(keys_TW32, exists_1W32, chosen_keys_TK, chosen_TK):
     worst_T = tl.min(tl.where(chosen_TK, chosen_keys_TK, tiles.HIGHEST), axis=1)
     better_TW32 = exists_1W32 & (keys_TW32 > worst_T[:, None, None])
     better_TK = chosen_TK & (chosen_keys_TK > worst_T[:, None])
-    # The sums are floats, because LLVM may keep the single bits of a sum of bools in memory.
+    # Floats are added: for a sum of bools LLVM may spill single bits to (slow) local memory.
     return tiles.row_sum(better_TW32.to(tl.float32)) > tl.sum(better_TK.to(tl.float32), axis=1)
 
 
