@@ -137,5 +137,5 @@ def _harmless(archive: tarfile.TarFile) -> list[tarfile.TarInfo]:
     for member in members:
         path = PurePosixPath(member.name)
         if path.is_absolute() or ".." in path.parts or not (member.isfile() or member.isdir()):
-            raise tarfile.TarError(f"{member.name!r} is no file or folder inside of it")
+            raise tarfile.TarError(f"{member.name!r} is no plain file or folder, or lies outside")
     return members

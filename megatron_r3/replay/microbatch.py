@@ -196,7 +196,7 @@ class MicrobatchRoutes:
             )
 
     def fresh(self) -> MicrobatchRoutes:
-        """The same routes for another forward pass: no token has chosen, nothing is counted."""
+        """The same routes for another forward pass: no token has chosen yet, counts are 0."""
         return replace(self, ids=self._given or self.ids, tally=self.tally and self.tally.fresh())
 
     def stop_recording(self) -> None:

@@ -226,7 +226,8 @@ def _others(
 
     Args:
         recorded: the tokens that are left out.
-        expert_I: the expert of each column; None where a column is an expert.
+        expert_I: the expert that each column of the map stands for, as with guests; None if column
+            i is expert i.
     """
     token_P, column_P = np.nonzero(routing_map.detach().cpu().numpy())
     other_P = ~np.isin(token_P, recorded)

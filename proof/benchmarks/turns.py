@@ -34,7 +34,7 @@ from proof.benchmarks.waits import count_passes, instrument
 from proof.fidelity.rig.worker import TreeWorker
 from proof.fidelity.trees import patched_copy, unpatched_copy
 
-# a Qwen3-MoE; each benchmark adds the sizes
+# a Qwen3-MoE; each benchmark adds the layers, the hidden size and the sequence length
 SHAPE = """
 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --kv-channels 32
 --qk-layernorm --ffn-hidden-size 256 --normalization RMSNorm --norm-epsilon 1e-6 --swiglu

@@ -79,8 +79,9 @@ class Seen:
     Attributes:
         experts, attention: the classes of the first MoE layer's experts and of its attention.
         fused_wgrad: how many modules add their weight's gradient to the sum themselves.
-        counts: how often a function was called: `te_checkpoint`, `checkpoint` (binding the
-            function of a recompute), `gate` (the fused gate), `stand_in`, `graphs` (captured).
+        counts: by name: the recomputes that Megatron (`checkpoint`) and Transformer Engine
+            (`te_checkpoint`) bound; calls of the fused `gate`, and of `stand_in`, which replaces
+            apex's kernel; captured CUDA `graphs`.
     """
 
     steps: list[Step] = field(default_factory=list)

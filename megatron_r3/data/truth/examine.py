@@ -36,7 +36,7 @@ class Report:
     alarms: list[Alarm] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        """The report as a JSON object, where a share is `[share, rows]`."""
+        """The tables and the alarms as a JSON object, where a share is `[share, rows]`."""
         return {"tables": asdict(self.tables), "alarms": [vars(a) for a in self.alarms]}
 
 

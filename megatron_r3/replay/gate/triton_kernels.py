@@ -242,7 +242,7 @@ def _weights(logits_TK, chosen_TK, K: tl.constexpr, FUNCTION: tl.constexpr):
     """The raw weights of the chosen experts `[T, K]`, and what they are divided by, `[T]`."""
     if FUNCTION == "softmax":
         largest_T = tl.max(tl.where(chosen_TK, logits_TK, -float("inf")), axis=1)
-        # a row without experts has the largest logit -inf, and -inf - -inf would be NaN
+        # a row whose chosen logits are all -inf has that maximum, and -inf - -inf would be NaN
         largest_T = tl.where(largest_T == -float("inf"), 0.0, largest_T)
         raw_TK = tl.where(chosen_TK, tl.exp(logits_TK - largest_T[:, None]), 0.0)
         total_T = tl.sum(raw_TK, axis=1)

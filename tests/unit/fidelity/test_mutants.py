@@ -23,7 +23,10 @@ def test_each_fault_is_in_the_package_and_has_its_tests(fault: Fault) -> None:
     file = mutants.ROOT / place_of(fault)
     assert fault.old != fault.new
     compile(file.read_text().replace(fault.old, fault.new), str(file), "exec")
-    assert all((mutants.ROOT / test).exists() for test in (*fault.tests, *fault.functional))
+    for test in (*fault.tests, *fault.functional):
+        path, _, name = test.partition("::")
+        assert (mutants.ROOT / path).exists()
+        assert not name or f"def {name}(" in (mutants.ROOT / path).read_text()
     assert fault.tests or fault.functional
     left_out = tuple(f"tests/{beginning}" for beginning in SLOW)
     assert not any(test.startswith(left_out) for test in (*fault.tests, *fault.functional))
