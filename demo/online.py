@@ -225,7 +225,7 @@ def run(args: argparse.Namespace) -> int:
     if status := subprocess.run([*rl, "run", str(config)], check=False, cwd=ROOT).returncode:
         return status
     times = [event["time"] for event in read_run(out / "run", "run").events]
-    # of a run that was stopped and continued: the time of the stop too
+    # if the run was stopped and continued, the seconds include the stop
     numbers = {**measured(out / "run"), "seconds": round(max(times) - min(times))}
     (out / "summary.json").write_text(json.dumps(numbers, indent=2) + "\n")
     report = [*rl, "report", str(out / "run"), "--out", str(page)]
