@@ -100,7 +100,15 @@ def watch(
 
 
 def tail(log: Path, lines: int = 15) -> str:
-    """The first error of a log and its last lines, for a message."""
+    """The first error of a log and its last lines, for a message.
+
+    When a process of torchrun fails, torchrun writes 40 lines of its own. The message has only the
+    one of them that names the process and its exit status.
+    """
     text = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    torchrun = [line for line in text if "torch/distributed/elastic/multiprocessing/" in line]
+    if torchrun:
+        text = text[: text.index(torchrun[0])]
+    status = [line for line in torchrun if "failed (exitcode: " in line][:1]
     cause = [line for line in text[:-lines] if "Error: " in line][:1]
-    return "\n".join([f"from {log}:", *cause, "...", *text[-lines:]])
+    return "\n".join([f"from {log}:", *cause, "...", *text[-lines:], *status])

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from demo.installation import tail
 from megatron_r3.loop.processes import start, stop
 
 
@@ -35,6 +36,5 @@ def run(command: list[str], log: Path, env: dict[str, str], on_line: Callable[[s
     finally:
         stop(process)
     if process.returncode:
-        tail = "".join(log.read_text(errors="replace").splitlines(keepends=True)[-25:])
         words = " ".join(command[:6])
-        raise Failed(f"{words} ... exited with {process.returncode}; the end of {log}:\n{tail}")
+        raise Failed(f"{words} ... exited with {process.returncode}; {tail(log, 25)}")
