@@ -125,34 +125,50 @@ class Copy:
         self.writes += 1
         os.utime(file, (self.writes, self.writes))
 
-    def notices(self, fault: Fault | None, tests: Sequence[str]) -> bool:
-        """Whether tests fail, or run for LIMIT_S seconds, with this fault; None: without a fault.
+    def notices(self, fault: Fault, tests: Sequence[str]) -> bool:
+        """Whether tests fail, or run for LIMIT_S seconds, with this fault.
 
         Raises:
             ValueError: pytest could not run the tests.
         """
         if not tests:
             return False
-        file = None if fault is None else self.folder / place_of(fault, self.folder)
-        whole = "" if file is None else file.read_text()
-        if file is not None and fault is not None:
-            self.write(file, whole.replace(fault.old, fault.new))
-        options = ("-q", "-x", "-p", "no:cacheprovider", "-m", "not slow")
-        command = [sys.executable, "-m", "pytest", *options, *tests]
-        env = {**os.environ, "PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": "1"}
+        file = self.folder / place_of(fault, self.folder)
+        whole = file.read_text()
+        self.write(file, whole.replace(fault.old, fault.new))
         try:
-            done = subprocess.run(
-                command, cwd=self.folder, env=env, capture_output=True, timeout=LIMIT_S, check=False
-            )
+            status, printed = self._pytest(tests, LIMIT_S)
         except subprocess.TimeoutExpired:
             return True
         finally:
-            if file is not None:
-                self.write(file, whole)
+            self.write(file, whole)
         # 2: a test file could not be imported; 5: `make test` runs none of the tests
-        if done.returncode not in (0, 1, 2, 5):
-            raise ValueError(f"{' '.join(command)}: {done.stdout.decode(errors='replace')[-500:]}")
-        return done.returncode in (1, 2)
+        if status not in (0, 1, 2, 5):
+            raise ValueError(f"pytest {' '.join(tests)}: {printed}")
+        return status in (1, 2)
+
+    def refuse_failing(self, tests: Sequence[str]) -> None:
+        """Refuse tests that fail without a fault.
+
+        Raises:
+            ValueError: one of the tests fails, or pytest could not run them.
+        """
+        status, printed = self._pytest(tests, None)
+        if status not in (0, 5):
+            raise ValueError(f"without a fault these tests must pass:\n{printed}")
+
+    def _pytest(self, tests: Sequence[str], limit_s: int | None) -> tuple[int, str]:
+        """Run tests up to the first failure; return pytest's exit status and its last words."""
+        options = ("-q", "-x", "-p", "no:cacheprovider", "-m", "not slow")
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", *options, *tests],
+            cwd=self.folder,
+            env={**os.environ, "PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            timeout=limit_s,
+            check=False,
+        )
+        return done.returncode, done.stdout.decode(errors="replace")[-500:]
 
 
 def outcome(copy: Copy, fault: Fault, unit_alone: bool) -> str:
@@ -184,12 +200,10 @@ def run(faults: Sequence[Fault], jobs: int, unit_alone: bool) -> Iterator[tuple[
             (folder := Path(scratch) / str(number)).mkdir()
             free.put(Copy(folder))
         with ThreadPoolExecutor(jobs) as pool:
-            groups = {f.tests for f in faults}
-            groups |= set() if unit_alone else {f.functional for f in faults}
-            fail = pool.map(lambda t: in_a_copy(lambda copy: copy.notices(None, t)), groups)
-            for tests, fails in zip(groups, fail, strict=True):
-                if fails:
-                    raise ValueError(f"{' '.join(tests)}: these tests fail without a fault")
+            named = {test for f in faults for test in f.tests}
+            named |= set() if unit_alone else {test for f in faults for test in f.functional}
+            shares = [sorted(named)[job::jobs] for job in range(min(jobs, len(named)))]
+            list(pool.map(lambda share: in_a_copy(lambda copy: copy.refuse_failing(share)), shares))
             ends = pool.map(lambda f: in_a_copy(lambda copy: outcome(copy, f, unit_alone)), faults)
             yield from zip(faults, ends, strict=True)
 

@@ -128,4 +128,4 @@ def test_tests_that_fail_without_a_fault_are_an_error(
     (small / "tests" / "test_it.py").write_text("def test():\n    assert 0\n")
     subprocess.run(["git", "add", "."], cwd=small, check=True)
     assert main(["--jobs", "1"]) == 2
-    assert "these tests fail without a fault" in capsys.readouterr().err
+    assert "FAILED tests/test_it.py::test" in capsys.readouterr().err
