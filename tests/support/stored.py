@@ -90,7 +90,7 @@ def part_sums(tensors):
         kept += int(tensors["num_kept"][rollout])
     return {
         name: np.array(
-            [[sum_of(one.tobytes()) for one in parts] for parts in zip(*table, strict=True)],
+            [[sum_of(one.tobytes()) for one in of_part] for of_part in table],
             np.uint32,
         )
         for name, table in tables.items()

@@ -252,10 +252,10 @@ wrong("the header: not JSON", body(lambda b: "no JSON"))
 wrong("the header: JSON with more than 64 brackets", body(lambda b: "[" * 100_000))
 wrong("the header: not JSON (Exceeds the", body(lambda b: '{"x": ' + "9" * 5000 + "}"))
 wrong("the header is no JSON object", body(lambda b: []))
-wrong("'other' version 5; this", with_key("format", "other"))
+wrong("'other' version 6; this", with_key("format", "other"))
 FORMAT = "'megatron-r3 rollouts'"
-for version in (0, 3, 4, 6, 5.0, True):
-    reads = f"this megatron-r3 reads {FORMAT} version 5: sample or convert the rollouts again"
+for version in (0, 3, 5, 7, 6.0, True):
+    reads = f"this megatron-r3 reads {FORMAT} version 6: sample or convert the rollouts again"
     message = f"{FORMAT} version {version}; {reads}"
     wrong(message, with_key("version", version), f"version {version}")
 for number in (None, -1, False):
@@ -336,10 +336,10 @@ wrong(
     f"routes is I64 (3, 14, 4); {FIT} U8 (3, 14, 4){ONE_ROW}", tensors(routes=zeros(int, 3, 14, 4))
 )
 wrong("routes is U8 (3, 13, 4)", tensors(routes=zeros("u1", 3, 13, 4)))
-wrong("route_sums is U32 (2, 3); ", tensors(routes=zeros("u1", 2, 14, 4)))
-wrong("route_sums is U32 (4, 3)", tensors(route_sums=zeros("u4", 4, 3)))
-wrong("token_sums is I32 (4, 3)", tensors(token_sums=zeros("i4", 4, 3)))
-PARTS = {name: zeros("u4", n, 2) for name, n in zip(TABLES, (3, 4, 2), strict=True)}
+wrong("route_sums is U32 (3, 2); ", tensors(routes=zeros("u1", 2, 14, 4)))
+wrong("route_sums is U32 (3, 4)", tensors(route_sums=zeros("u4", 3, 4)))
+wrong("token_sums is I32 (3, 4)", tensors(token_sums=zeros("i4", 3, 4)))
+PARTS = {name: zeros("u4", 2, n) for name, n in zip(TABLES, (3, 4, 2), strict=True)}
 wrong("has sums of 2 parts; its rollouts have 3", tensors(**PARTS))
 wrong("turns is I32 (5,)", tensors(turns=zeros("i4", 5)))
 wrong("kept_sizes is I32 (16,)", tensors(kept_sizes=zeros("i4", 16)))

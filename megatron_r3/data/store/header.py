@@ -48,11 +48,11 @@ PAIRS = {"turns": "num_turns", "versions": "num_versions"}
 IN_MEMORY = (*PER_ROLLOUT, *PAIRS)  # of an open shard, while all other tensors stay in the file
 PER_TOKEN = {"tokens": "I32", "response": "U8", "logprobs": "F32", "recorded": "U8"}
 KEPT = {"kept_sizes": "I32", "kept_ids": "I32"}  # only if a rollout of the shard has kept sets
-# The tables of part sums: checksums of each 64 tokens of a rollout (`part_sums.py`). LINES has the
-# tensor of each line of a table; the lines of ROUTE_SUMS are the layers of `routes`.
+# The tables of part sums: checksums of each 64 tokens of a rollout (`part_sums.py`). COLUMNS has
+# the tensor of each column of a table; the columns of ROUTE_SUMS are the layers of `routes`.
 PART_TOKENS = 64
 TOKEN_SUMS, ROUTE_SUMS, KEPT_SUMS = "token_sums", "route_sums", "kept_sums"
-LINES = {ROUTE_SUMS: (), TOKEN_SUMS: (*PER_TOKEN,), KEPT_SUMS: (*KEPT,)}
+COLUMNS = {ROUTE_SUMS: (), TOKEN_SUMS: (*PER_TOKEN,), KEPT_SUMS: (*KEPT,)}
 _TYPES = {
     **{**PER_ROLLOUT, **PER_TOKEN, "turns": "I32", "versions": "I64"},
     **{"routes": "U8 or U16", ROUTE_SUMS: "U32", TOKEN_SUMS: "U32"},  # routes: see `_check_shapes`
@@ -109,7 +109,7 @@ def mask_of(crc32: Mapping[str, int]) -> int:
     Args:
         crc32: of each tensor; the tables of part sums do not count.
     """
-    names = sorted(crc32.keys() - LINES.keys())
+    names = sorted(crc32.keys() - COLUMNS.keys())
     return zlib.crc32(np.array([crc32[name] for name in names], "<u4").tobytes())
 
 
@@ -314,14 +314,14 @@ def _check_shapes(entries: Mapping[str, Entry], info: StoreInfo, where: str) -> 
         )
     num_layers, num_rows = len(info.moe_layers), num_tokens - num_rollouts
     # `Shard.look` checks the number of parts later, when it knows the lengths of the rollouts
-    parts = (entries[TOKEN_SUMS].shape or (0,))[-1]
+    parts = (entries[TOKEN_SUMS].shape or (0,))[0]
     shapes: dict[str, tuple[int, ...]] = {
         **dict.fromkeys(PER_ROLLOUT, (num_rollouts,)),
         **dict.fromkeys((*PER_TOKEN, "kept_sizes"), (num_tokens,)),
         "recorded": (num_rows,),
         "routes": (num_layers, num_rows, info.topk),
-        **{ROUTE_SUMS: (num_layers, parts), TOKEN_SUMS: (len(PER_TOKEN), parts)},
-        KEPT_SUMS: (len(KEPT), parts),
+        **{ROUTE_SUMS: (parts, num_layers), TOKEN_SUMS: (parts, len(PER_TOKEN))},
+        KEPT_SUMS: (parts, len(KEPT)),
         **{name: (entries[name].shape[0] // 2 * 2,) for name in PAIRS},
     }
     ids, types = DTYPE_NAMES[np.dtype(id_dtype(info.num_experts))], {**_TYPES, **_KEPT_TYPES}

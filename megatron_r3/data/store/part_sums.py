@@ -2,9 +2,9 @@
 
 A rank may read only some tokens of a rollout, as it does with context parallelism. So each
 64 tokens of a rollout are a part, and a part has a checksum (its sum) for each layer of `routes`
-and for each tensor with a value for each token. The sums are tables in the file, a line for each
-layer or tensor; whoever reads some parts of some layers reads only their sums. Example: rollouts of
-65 and 3 tokens have the parts
+and for each tensor with a value for each token. The sums are tables in the file: a row for each
+part, with the sums of all layers or tensors. So one read brings the sums of parts that follow each
+other. Example: rollouts of 65 and 3 tokens have the parts
 
     part                0       1      2
     its tokens       0-63      64  65-67      of the shard
@@ -16,7 +16,7 @@ rank then reads fit the sums in the file, since both are the other shard's. But 
 another mask than the header that the rank has read, so the rows are refused. Without a mask, the
 rank would have to check after each read whether the file was changed.
 
-Shape suffixes (docs/glossary.md): L, M, N, T, V.
+Shape suffixes (docs/glossary.md): K, L, M, N, T, V.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from zlib_ng import zlib_ng
 from megatron_r3.data.kept import KeptSets
 from megatron_r3.data.store.files import HeldFile
 from megatron_r3.data.store.header import (
+    COLUMNS,
     DTYPES,
-    LINES,
     PART_TOKENS,
     PER_TOKEN,
     ROUTE_SUMS,
@@ -40,6 +40,8 @@ from megatron_r3.data.store.header import (
     Header,
 )
 from megatron_r3.data.store.schema import StoreError
+
+_RECORDED = [*PER_TOKEN].index("recorded")  # its column of TOKEN_SUMS
 
 
 def starts_of(counts_M: np.ndarray) -> np.ndarray:
@@ -153,41 +155,43 @@ class PartSums:
         return begin, min(stop, int(self.row_start_M[rollout + 1]))
 
     def compare_rows(
-        self, name: str, layers: Sequence[int], begin: int, read_LT: np.ndarray
+        self, layers: Sequence[int], begin: int, read_LTK: np.ndarray, recorded_T: np.ndarray
     ) -> None:
         """Refuse rows that are not as they were stored.
 
         Args:
-            name: routes or recorded.
-            layers: those of `read_LT`; `[0]` for recorded.
-            begin: the first row.
-            read_LT: `[len(layers), T, items]`, rows that begin and end as `widened` says.
+            layers: those of `read_LTK`.
+            begin: the first row; the first and the last row are as `widened` says.
+            recorded_T: the same rows of `recorded`, as stored.
         """
-        stop = begin + read_LT.shape[1]
-        table, line = _place(name)
+        stop = begin + len(recorded_T)
         first, last = (locate(self.row_start_M, row)[0] for row in (begin, stop - 1))
         for rollout in range(first, last + 1):
             start, end = self.row_start_M[rollout : rollout + 2].tolist()
             low, high = max(start, begin), min(end, stop)
-            lines = layers if name == "routes" else [line]
-            sums = part_sums(read_LT[:, low - begin : high - begin], high - low)
-            self.compare(table, lines, rollout, (low - start) // PART_TOKENS, sums)
+            rows, part = slice(low - begin, high - begin), (low - start) // PART_TOKENS
+            sums = part_sums(recorded_T[None, rows], high - low)
+            self.compare(TOKEN_SUMS, [_RECORDED], rollout, part, sums)
+            if len(layers):
+                sums = part_sums(read_LTK[:, rows], high - low)
+                self.compare(ROUTE_SUMS, layers, rollout, part, sums)
 
     def compare(
-        self, table: str, lines: Sequence[int], rollout: int, part: int, found: np.ndarray
+        self, table: str, columns: Sequence[int], rollout: int, part: int, found: np.ndarray
     ) -> None:
         """Refuse parts of a rollout whose sums are not those in the file.
 
         Args:
-            found: the sums of what was read, uint32 `[len(lines), parts]`, from the part `part` on.
+            columns: of the table, one for each layer or tensor that was read.
+            part: the first part that was read.
+            found: the sums of what was read, uint32 `[len(columns), parts]`.
         """
         first, entry = int(self.part_start_M[rollout]) + part, self.header.entries[table]
-        stored = np.empty_like(found)
-        for line, into in zip(lines, stored, strict=True):
-            self.file.read(into, entry.begin + 4 * (line * entry.shape[1] + first))
-        wrong = found ^ np.uint32(self.header.mask) != stored
+        stored = np.empty((found.shape[1], entry.shape[1]), np.uint32)
+        self.file.read(stored, entry.begin + first * stored[:1].nbytes)
+        wrong = found ^ np.uint32(self.header.mask) != stored[:, columns].T
         for index, place in np.argwhere(wrong)[:1].tolist():
-            raise self._damaged(table, lines[index], rollout, part + place)
+            raise self._damaged(table, columns[index], rollout, part + place)
 
     def compare_whole(
         self, name: str, lines: np.ndarray, stored: np.ndarray, layer: int = 0
@@ -198,24 +202,19 @@ class PartSums:
             lines: the whole tensor, `[1, N]`; or the layers, `[L, T, K]`, from `layer` on.
             stored: the whole table that has the sums.
         """
-        table, first = _place(name, layer)
+        table, first = (
+            (ROUTE_SUMS, layer) if name == "routes" else (TOKEN_SUMS, [*PER_TOKEN].index(name))
+        )
         found = sums_of(lines, self.num_tokens_M, of_rows=name in ("routes", "recorded"))
-        wrong = found ^ np.uint32(self.header.mask) != stored[first : first + len(lines)]
+        wrong = found ^ np.uint32(self.header.mask) != stored[:, first : first + len(lines)].T
         for line, part in np.argwhere(wrong)[:1].tolist():
             raise self._damaged(table, first + line, *locate(self.part_start_M, part))
 
-    def _damaged(self, table: str, line: int, rollout: int, part: int) -> StoreError:
-        name = "routes" if table == ROUTE_SUMS else LINES[table][line]
+    def _damaged(self, table: str, column: int, rollout: int, part: int) -> StoreError:
+        name = "routes" if table == ROUTE_SUMS else COLUMNS[table][column]
         of_rows = name in ("routes", "recorded")
         begin, last = PART_TOKENS * part, int(self.num_tokens_M[rollout]) - of_rows
         end = min(begin + PART_TOKENS, last)
-        what = f"the routes of MoE layer {line}" if name == "routes" else repr(name)
+        what = f"the routes of MoE layer {column}" if name == "routes" else repr(name)
         places = f" in {'rows' if of_rows else 'tokens'} {begin} to {end - 1}"
         return self.file.damaged(f"rollout {rollout}: checksum of {what}", places)
-
-
-def _place(name: str, layer: int = 0) -> tuple[str, int]:
-    """The table with the sums of a tensor, and its line there."""
-    if name == "routes":
-        return ROUTE_SUMS, layer
-    return TOKEN_SUMS, [*PER_TOKEN].index(name)

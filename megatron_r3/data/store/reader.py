@@ -189,7 +189,7 @@ class RolloutStore:
         fields = self.fields(rollout)
         rows_T = np.arange(shard.row_start_M[index], shard.row_start_M[index + 1])
         routes = Routes.from_array(
-            shard.read_routes(rows_T, range(len(self.info.moe_layers))),
+            shard.read_rows(rows_T, range(len(self.info.moe_layers)))[0],
             self.info.num_experts,
             fields["recorded"],
             self.name(rollout),
@@ -292,14 +292,13 @@ class RolloutStore:
             here_T = np.flatnonzero((rows_T >= first) & (rows_T < first + shard.num_rows))
             wanted_T = rows_T[here_T] - first
             if (np.diff(wanted_T) > 0).all():
-                shard.read_routes(wanted_T, layers, ids_LTK, here_T)
-                recorded_T[here_T] = shard.read_recorded(wanted_T)
+                recorded_T[here_T] = shard.read_rows(wanted_T, layers, ids_LTK, here_T)[1]
             else:
                 # Shards read ascending rows without repeats. Example: 7 5 7 is read as 5 7, and
                 # place_T 1 0 1 puts the rows back into the order in which they were asked for.
                 sorted_T, place_T = np.unique(wanted_T, return_inverse=True)
-                ids_LTK[:, here_T] = shard.read_routes(sorted_T, layers)[:, place_T]
-                recorded_T[here_T] = shard.read_recorded(sorted_T)[place_T]
+                read_LTK, read_T = shard.read_rows(sorted_T, layers)
+                ids_LTK[:, here_T], recorded_T[here_T] = read_LTK[:, place_T], read_T[place_T]
             if self._checks is not None:
                 read_LTK, read_T = ids_LTK[:, here_T], recorded_T[here_T]
                 self._checks.check_routes(shard, wanted_T, layers, read_LTK, read_T)

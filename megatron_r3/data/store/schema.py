@@ -11,7 +11,7 @@ from megatron_r3.replay.routes import MoEShape
 from megatron_r3.replay.words import must_be, quoted, wrong_whole
 
 FORMAT = "megatron-r3 rollouts"
-FORMAT_VERSION = 5  # grows with every change of the format in docs/rollout-store.md
+FORMAT_VERSION = 6  # grows with every change of the format in docs/rollout-store.md
 
 _DIGEST = re.compile("[0-9a-f]{16}")
 

@@ -122,7 +122,7 @@ class Shard:
                 raise StoreError(f"{self.path}: {count}: {wrong}")
         if kept and not tensors["num_kept"].any():
             raise StoreError(f"{self.path}: has tensors of kept sets, but no rollout has kept ids")
-        got, parts = entries[TOKEN_SUMS].shape[1], int(self.sums.part_start_M[-1])
+        got, parts = entries[TOKEN_SUMS].shape[0], int(self.sums.part_start_M[-1])
         if got != parts:
             raise StoreError(f"{self.path}: has sums of {got} parts; its rollouts have {parts}")
 
@@ -316,28 +316,65 @@ class Shard:
             )
         return kept if len(ids_V) else None
 
-    def read_recorded(self, rows_T: np.ndarray) -> np.ndarray:
-        """Whether the engine returned routes for these rows, bool `[T]`; see `read_routes`."""
-        return self._read_rows("recorded", rows_T, [0], 1)[0, :, 0].astype(bool)
-
-    def read_routes(
+    def read_rows(
         self,
         rows_T: np.ndarray,
         layers: Sequence[int],
         into_LTK: np.ndarray | None = None,
         place_T: np.ndarray | None = None,
-    ) -> np.ndarray:
-        """The routes `[len(layers), T, K]` of some rows.
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The routes `[len(layers), T, K]` of some rows, and which of them the engine returned.
 
-        Beside these rows, at most the rest of a part of 64 rows is read at each end of a run.
+        Each run of rows is read with the parts that the run begins and ends in. Example: of the
+        rows 4 5 6 9 10 the runs are 4 5 6 and 9 10. If rollout 1 has the rows 4 5 and rollout 2 the
+        rows 6 7 8, then the rows 7 and 8 are read too, since they are in one part with row 6, whose
+        sum is compared. A run is read straight into the result, if its rows lie side by side there
+        and no other row is read with it.
 
         Args:
             rows_T: ascending, without repeats.
             layers: indices into `info.moe_layers`.
             into_LTK: where the routes are written; None for a new array.
             place_T: ascending, where in `into_LTK` each row is written.
+
+        Returns:
+            `into_LTK` or the new array, and bool `[T]` in the order of `rows_T`.
         """
-        return self._read_rows("routes", rows_T, layers, self.info.topk, into_LTK, place_T)
+        file, sums, topk = self.file, self.sums, self.info.topk
+        routes, recorded = (self.header.entries[name].begin for name in ("routes", "recorded"))
+        if into_LTK is None:
+            into_LTK = np.empty((len(layers), len(rows_T), topk), self.dtype)
+        place_T = np.arange(len(rows_T)) if place_T is None else place_T
+        recorded_T = np.empty(len(rows_T), np.uint8)
+        # Example: the rows 0 1 2 3 with padding after 1 have the places 0 1 3 4. Cut at the
+        # padding, both runs can be read straight into the result. But where rows of two rollouts
+        # alternate, as in a batch that is not packed, each row would then be a run: so only gaps
+        # between rows cut, and a run is copied to its places after it was read.
+        cuts_T = np.diff(rows_T) != 1
+        both_T = cuts_T | (np.diff(place_T) != 1)
+        if np.count_nonzero(both_T) <= len(rows_T) // PART_TOKENS:
+            cuts_T = both_T
+        ends = [*(np.flatnonzero(cuts_T) + 1).tolist(), len(rows_T)] if len(rows_T) else []
+        for start, end in pairwise([0, *ends]):
+            first, last = int(rows_T[start]), int(rows_T[end - 1]) + 1
+            begin, stop = sums.widened(first, last)
+            places: Any = place_T[start:end]
+            side_by_side = places[-1] - places[0] == end - 1 - start
+            if side_by_side:
+                places = slice(places[0], places[0] + end - start)
+            in_place = side_by_side and (begin, stop) == (first, last)
+            shape = (len(layers), stop - begin, topk)
+            run = into_LTK[:, places] if in_place else np.empty(shape, self.dtype)
+            for index, layer in enumerate(layers):
+                row = layer * self.num_rows + begin
+                file.read(run[index], routes + row * topk * self.dtype.itemsize)
+            bits = file.read(np.empty(stop - begin, np.uint8), recorded + begin)
+            self.bytes_read += run.nbytes
+            sums.compare_rows(layers, begin, run, bits)
+            recorded_T[start:end] = bits[first - begin : last - begin]
+            if not in_place:
+                into_LTK[:, places] = run[:, first - begin : last - begin]
+        return into_LTK, recorded_T.astype(bool)
 
     def read_layers(self, layers: range) -> np.ndarray:
         """All routes of some layers, `[L, T, K]`; the caller compares them with their sums."""
@@ -351,56 +388,6 @@ class Shard:
         entry = self.header.entries[name]
         part: np.ndarray = np.empty(end - begin, DTYPES[entry.dtype])
         return self.file.read(part, entry.begin + begin * part.itemsize)
-
-    def _read_rows(
-        self,
-        name: str,
-        rows_T: np.ndarray,
-        layers: Sequence[int],
-        items: int,
-        into: np.ndarray | None = None,
-        place_T: np.ndarray | None = None,
-    ) -> np.ndarray:
-        """`[len(layers), T, items]` of a tensor that has rows; one read for each run of rows.
-
-        Example: of the rows 4 5 6 9 10 the runs are 4 5 6 and 9 10. If rollout 1 has the rows 4 5
-        and rollout 2 the rows 6 7 8, then the rows 7 and 8 are read too, since they are in one part
-        with row 6, whose sum is compared. A run is read straight into the result, if its rows lie
-        side by side there and no other row is read with it.
-        """
-        entry = self.header.entries[name]
-        dtype = DTYPES[entry.dtype]
-        read = np.empty((len(layers), len(rows_T), items), dtype) if into is None else into
-        place_T = np.arange(len(rows_T)) if place_T is None else place_T
-        if not len(rows_T) or not len(layers):  # a chunk without MoE layers needs no routes
-            return read
-        # Example: the rows 0 1 2 3 with padding after 1 have the places 0 1 3 4. Cut at the
-        # padding, both runs can be read straight into the result. But where rows of two rollouts
-        # alternate, as in a batch that is not packed, each row would then be a run: so only gaps
-        # between rows cut, and a run is copied to its places after it was read.
-        cuts_T = np.diff(rows_T) != 1
-        both_T = cuts_T | (np.diff(place_T) != 1)
-        if both_T.sum() <= len(rows_T) // PART_TOKENS:
-            cuts_T = both_T
-        for start, end in pairwise([0, *(np.flatnonzero(cuts_T) + 1).tolist(), len(rows_T)]):
-            first, last = int(rows_T[start]), int(rows_T[end - 1]) + 1
-            begin, stop = self.sums.widened(first, last)
-            places: Any = place_T[start:end]
-            side_by_side = places[-1] - places[0] == end - 1 - start
-            if side_by_side:
-                places = slice(places[0], places[0] + end - start)
-            in_place = side_by_side and (begin, stop) == (first, last)
-            shape = (len(layers), stop - begin, items)
-            run = read[:, places] if in_place else np.empty(shape, dtype)
-            for index, layer in enumerate(layers):
-                row = layer * self.num_rows + begin
-                self.file.read(run[index], entry.begin + row * items * dtype.itemsize)
-            if name == "routes":
-                self.bytes_read += run.nbytes
-            self.sums.compare_rows(name, layers, begin, run)
-            if not in_place:
-                read[:, places] = run[:, first - begin : last - begin]
-        return read
 
 
 def newest_versions(tensors: Mapping[str, np.ndarray]) -> np.ndarray:

@@ -169,11 +169,12 @@ def _tensors(rollouts: Sequence[Rollout], crc32: Mapping[str, int]) -> dict[str,
     tokens_M = tensors["num_tokens"]
     sums = [sums_of(t[None], tokens_M, of_rows=n == "recorded") for n, t in per_token.items()]
     of_routes = [part_sums(r.routes.ids_LTK, len(r.tokens_N)) for r in rollouts]
-    tables = {TOKEN_SUMS: np.concatenate(sums), ROUTE_SUMS: np.concatenate(of_routes, 1)}
+    by_tensor = {TOKEN_SUMS: np.concatenate(sums), ROUTE_SUMS: np.concatenate(of_routes, 1)}
     if any(r.kept is not None for r in rollouts):
         whole = KeptSets.joined(kept)
         per_token |= {"kept_sizes": whole.sizes_N, "kept_ids": whole.ids_V}
-        tables[KEPT_SUMS] = np.concatenate([kept_sums(k) for k in kept], 1)
+        by_tensor[KEPT_SUMS] = np.concatenate([kept_sums(k) for k in kept], 1)
+    tables = {name: np.ascontiguousarray(table.T) for name, table in by_tensor.items()}
     shape = (routes.num_layers, len(per_token["recorded"]), routes.topk)
     return {
         **{n: Streamed(t.dtype, t.shape, [[t]]) for n, t in (tensors | per_token).items()},

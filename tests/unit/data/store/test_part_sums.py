@@ -39,8 +39,8 @@ def flip(path, tensor, place):
 def test_the_sums_are_those_of_the_specification(long_store):
     path = long_store / SHARD
     tensors, whole, crc32 = load_file(path), path.read_bytes(), header_of(path)["crc32"]
-    assert tensors["route_sums"].shape == (3, 4 + 2 + 3 + 1)
-    assert tensors["token_sums"].shape == (4, 4 + 2 + 3 + 1)
+    assert tensors["route_sums"].shape == (4 + 2 + 3 + 1, 3)
+    assert tensors["token_sums"].shape == (4 + 2 + 3 + 1, 4)
     assert crc32 == {name: zlib.crc32(tensor.tobytes()) for name, tensor in tensors.items()}
     rewrite(path)  # by the specification
     written = load_file(path)
@@ -110,7 +110,7 @@ def test_verify_compares_the_sums_with_the_rows(long_store, table, place):
     """A writer that sums wrongly: its shard is whole, and every rank would refuse it later."""
     path = long_store / SHARD
     sums = load_file(path)[table]
-    sums.T[place] ^= np.uint32(1 << 20)
+    sums[place] ^= np.uint32(1 << 20)
     rewrite(path, **{table: sums})
     with pytest.raises(StoreError, match=r"rollout \d: checksum of .* differs in (rows|tokens) "):
         RolloutStore([long_store]).verify()
