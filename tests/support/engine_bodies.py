@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -180,3 +181,15 @@ def megatron(
 def arrays(rows: np.ndarray) -> tuple[Any, dict[str, Any]]:
     sequence = {"token_ids": RESPONSE, "logprobs": LOGPROBS, "routes": rows}
     return [sequence], {"prompt": np.array(PROMPT)}
+
+
+# the engine, and what makes a body and its request from rows, by the name of the form
+ENGINES: dict[str, tuple[str, Callable[[np.ndarray], tuple[Any, dict[str, Any]]]]] = {
+    "vllm": ("vllm", vllm),
+    "vllm-python": ("vllm", vllm_python),
+    "sglang": ("sglang", sglang),
+    "sglang-openai": ("sglang", sglang_openai),
+    "megatron": ("megatron", megatron),
+    "megatron-0.17": ("megatron", lambda rows: megatron(rows, None)),
+    "arrays": ("own", lambda rows: arrays(rows.tolist())),
+}

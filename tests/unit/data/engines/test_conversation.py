@@ -6,11 +6,13 @@ Shape suffixes (docs/glossary.md): K, L, N, T, U.
 from __future__ import annotations
 
 import dataclasses
+import random
 
 import engine_bodies as made
 import numpy as np
 import pytest
 
+from megatron_r3.data import engines
 from megatron_r3.data.engines.conversation import Increment, stitch
 from megatron_r3.data.engines.shape import EngineError
 from megatron_r3.replay.routes import Routes
@@ -171,3 +173,43 @@ def test_parts_that_do_not_belong_together(change, message):
     wrong = dataclasses.replace(turn(5, 9), **change)
     with pytest.raises(EngineError, match=f"turn of 5: .*{message}"):
         stitch([wrong, turn(13, 20, 8)], "here")
+
+
+def test_turns_with_something_wrong_are_stitched_whole_or_refused():
+    rows = made.made_rows(29)
+    tokens = np.arange(30, dtype=np.int32)
+    spans = [(5, 9, 0), (13, 20, 8), (24, 30, 19)]
+    rng = random.Random("increments")
+    stitched = 0
+    for round_ in range(3000):
+        turns = []
+        for prompt, end, start in spans:
+            start = max(0, start + rng.choice((0, 0, 0, -3, 1)))
+            ids = rows[start : end - 1 + rng.choice((0,) * 9 + (1,))].copy()
+            if rng.random() < 0.1 and len(ids):
+                ids[rng.randrange(len(ids)), 1] = [1, 2, 3, 4]
+            said = tokens[:end].copy()
+            if rng.random() < 0.1:
+                said[rng.randrange(end)] = 99
+            sequence = {
+                "token_ids": said[prompt:],
+                "logprobs": [-1.0] * (end - prompt),
+                "routes": ids,
+            }
+            asked = {"prompt": said[:prompt], "start": start}
+            turns.append((sequence, asked))
+        rng.shuffle(turns)
+        try:
+            read = [engines.decode_increments("own", *each, made.SHAPE, "own") for each in turns]
+            found = [one for (one,) in read][: rng.choice((2, 3, 3))]
+            sample = stitch(found, "own")
+        except EngineError:
+            continue
+        stitched += 1
+        assert sample.routes.num_rows == len(sample.tokens_N) - 1, round_
+        assert sample.routes.recorded_T.all(), round_
+        for one in found:
+            here = slice(one.start, one.start + one.routes.num_rows)
+            assert (sample.routes.ids_LTK[:, here] == one.routes.ids_LTK).all(), round_
+            assert (sample.tokens_N[: len(one.tokens_N)] == one.tokens_N).all(), round_
+    assert 20 < stitched < 3000

@@ -15,7 +15,6 @@ import engine_bodies as made
 import pytest
 
 from megatron_r3.data.engines import EngineError, decode
-from tests.unit.data.engines.test_fuzz import ENGINES
 
 
 def npy_claiming(descr: str, shape: str, data: bytes = b"\1" * 40, major: int = 1) -> str:
@@ -78,7 +77,7 @@ def peak_of(engine: str, body: Any, request: dict[str, Any]) -> int:
 @pytest.mark.parametrize("name", ["vllm", "sglang", "arrays"])
 def test_memory_of_large_good_bodies(name):
     """Four megabytes of ids: what is held beside them stays a small multiple."""
-    engine, make = ENGINES[name]
+    engine, make = made.ENGINES[name]
     rows = made.made_rows(50_009)
     body, request = make(rows[:9])
     tokens = list(range(1, 50_011))

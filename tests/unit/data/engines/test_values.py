@@ -17,7 +17,6 @@ import pytest
 from megatron_r3.data import engines
 from megatron_r3.data.engines import EngineError, stitch
 from megatron_r3.data.engines import body as common
-from tests.unit.data.engines.test_fuzz import ENGINES
 
 IMPOSSIBLE = {
     5.0: "is 5: a probability above 1 (logits, not log-probs?)",
@@ -36,7 +35,7 @@ def shape_of(vocab_size: int | None = None) -> Any:
 
 
 def decode(name: str, body: Any, request: dict[str, Any], vocab_size: int | None = None) -> Any:
-    (one,) = engines.decode(ENGINES[name][0], body, request, shape_of(vocab_size), "request 7")
+    (one,) = engines.decode(made.ENGINES[name][0], body, request, shape_of(vocab_size), "request 7")
     return one
 
 
@@ -44,12 +43,12 @@ def with_logprob(name: str, value: float) -> tuple[Any, dict[str, Any]]:
     """The body whose third sampled token, token 8, has this log-prob."""
     before, made.LOGPROBS = made.LOGPROBS, [*made.LOGPROBS[:2], value, made.LOGPROBS[3]]
     try:
-        return ENGINES[name][1](made.made_rows())
+        return made.ENGINES[name][1](made.made_rows())
     finally:
         made.LOGPROBS = before
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", made.ENGINES)
 @pytest.mark.parametrize("value", IMPOSSIBLE)
 def test_impossible_logprobs_are_refused(name, value):
     with pytest.raises(EngineError) as caught:
@@ -58,17 +57,17 @@ def test_impossible_logprobs_are_refused(name, value):
     assert IMPOSSIBLE[value] in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", made.ENGINES)
 @pytest.mark.parametrize("value", [0.0, 1e-6, -63.9])
 def test_possible_ones_are_not(name, value):
     assert decode(name, *with_logprob(name, value)).logprobs_N[8] == np.float32(value)
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", made.ENGINES)
 @pytest.mark.parametrize(("vocab_size", "token"), [(24, 9), (16, 5)])
 def test_tokens_outside_the_vocabulary_are_refused(name, vocab_size, token):
     """Token 9, the last one sampled, is id 24; token 5, the prompt's last, is id 16."""
-    body, request = ENGINES[name][1](made.made_rows())
+    body, request = made.ENGINES[name][1](made.made_rows())
     decode(name, body, request, 25)
     decode(name, body, request, None)
     with pytest.raises(EngineError) as caught:
@@ -76,11 +75,11 @@ def test_tokens_outside_the_vocabulary_are_refused(name, vocab_size, token):
     assert f"token {token} is id {vocab_size}; the vocabulary has ids 0 to" in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", made.ENGINES)
 @pytest.mark.parametrize("option", MOST)
 @pytest.mark.parametrize("nested", [False, True])
 def test_more_tokens_than_asked_are_refused(name, option, nested):
-    body, request = ENGINES[name][1](made.made_rows())
+    body, request = made.ENGINES[name][1](made.made_rows())
     params = {k: v for k, v in request.get("sampling_params", {}).items() if k not in MOST}
     request = {k: v for k, v in request.items() if k not in MOST}
 
@@ -104,7 +103,7 @@ def test_the_larger_of_two_limits_counts_and_each_prompt_has_its_own():
 
 @pytest.mark.parametrize("name", ["vllm", "sglang-openai", "megatron"])
 def test_a_response_of_another_model_is_refused(name):
-    body, request = ENGINES[name][1](made.made_rows())
+    body, request = made.ENGINES[name][1](made.made_rows())
     request["model"] = "tiny"
     decode(name, body, request)  # it names none; Megatron's server calls each "EMPTY"
     other = {**body, "model": "large\x1b"}
@@ -158,7 +157,7 @@ def test_logprobs_of_other_tokens_are_refused(chat, names, message):
 @pytest.mark.parametrize("reason", ["abort", "error"])
 @pytest.mark.parametrize("name", ["vllm", "vllm-python", "sglang", "megatron"])
 def test_what_an_engine_gave_up_is_refused(name, reason):
-    body, request = ENGINES[name][1](made.made_rows())
+    body, request = made.ENGINES[name][1](made.made_rows())
     if name == "vllm-python":
         body.outputs[0].finish_reason = reason
     elif name == "sglang":
