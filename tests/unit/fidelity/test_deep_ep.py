@@ -132,31 +132,6 @@ def test_a_round_trip_is_every_expert_in_one_process() -> None:
         assert torch.equal(weights, gates.masked_fill(ids < 0, 0))
 
 
-def test_a_cached_dispatch_sends_other_tokens_the_same_way() -> None:
-    def case(rank: int, buffer: deep_ep.Buffer) -> list[bool]:
-        *_, handle, _ = dispatch(buffer, *tokens(rank))
-        other, ids, weights = tokens(rank, seed=1)
-        rows, *nothing, event = buffer.dispatch(other, handle=handle, async_finish=True)
-        event.current_stream_wait()
-        assert nothing == [None] * 4
-        return [torch.equal(rows, dispatch(buffer, other, ids, weights)[0])]
-
-    assert on_gloo(case) == [[True]] * 2
-
-
-def test_dispatch_and_combine_are_each_others_gradient() -> None:
-    """<dispatch(x), y> = <x, combine(y)>, over all ranks: what the backward passes rely on."""
-
-    def case(rank: int, buffer: deep_ep.Buffer) -> list[float]:
-        x, ids, weights = (t.double() if t.is_floating_point() else t for t in tokens(rank))
-        rows, *_, handle, _ = dispatch(buffer, x, ids, weights.float())
-        y = torch.randn(rows.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(rank))
-        return [(rows * y).sum().item(), (x * buffer.combine(y, handle)[0]).sum().item()]
-
-    sent, back = torch.tensor(on_gloo(case), dtype=torch.float64).sum(0)
-    assert sent.item() == pytest.approx(back.item(), abs=1e-12)
-
-
 def test_the_handle_of_another_dispatch_shows() -> None:
     """The negative control: a handle with the same counts, of other tokens."""
 
@@ -172,36 +147,6 @@ def test_the_handle_of_another_dispatch_shows() -> None:
         )
 
     assert on_gloo(case) == [(False, False)] * 2
-
-
-@pytest.mark.parametrize("ids", [[[-1, -1]], [[0, 1]], [[4, -1]]])
-def test_ranks_that_send_or_receive_nothing(ids: list[list[int]]) -> None:
-    def case(rank: int, buffer: deep_ep.Buffer) -> Any:
-        some = torch.tensor(ids if rank == 0 else []).long().view(-1, 2)
-        x = torch.ones(len(some), HIDDEN)
-        rows, local, _, counts, handle, _ = dispatch(buffer, x, some, torch.ones(some.shape))
-        back = buffer.combine(rows, handle)[0]
-        return rows.shape, local.tolist(), counts, back[:, 0].tolist()
-
-    got = on_gloo(case)
-    for rank in range(RANKS):
-        local = [[e - rank * LOCAL if e >= 0 and e // LOCAL == rank else -1 for e in ids[0]]]
-        local = [row for row in local if row != [-1, -1]]
-        counts = [sum(row.count(e) for row in local) for e in range(LOCAL)]
-        back = [float(max(ids[0]) >= 0)] if rank == 0 else []
-        assert got[rank] == ((len(local), HIDDEN), local, counts, back)
-
-
-def test_bfloat16_is_added_up_in_float32() -> None:
-    """1 + 2^-8 + 2^-8: each step alone rounds back to 1 in bfloat16."""
-
-    def case(rank: int, buffer: deep_ep.Buffer) -> tuple[torch.dtype, float]:
-        x, ids = torch.ones(1, HIDDEN, dtype=torch.bfloat16), torch.tensor([[0, 2, 4]])
-        rows, *_, handle, _ = dispatch(buffer, x, ids, torch.ones(1, 3))
-        output = buffer.combine(rows if rank == 0 else rows * 2**-8, handle)[0]
-        return output.dtype, output[0, 0].item()
-
-    assert on_gloo(case, 3) == [(torch.bfloat16, 1 + 2**-7)] * 3
 
 
 def test_an_option_that_would_change_a_result_is_refused() -> None:
