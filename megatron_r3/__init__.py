@@ -1,4 +1,4 @@
-"""Native Rollout Routing Replay (R3) for Megatron-LM, and its front door.
+"""Rollout Routing Replay (R3) for Megatron-LM: the names that a training loop imports.
 
     from megatron_r3 import ModelRoutes, RouteArrays, replaying
 
@@ -9,11 +9,11 @@
     loss.backward()
 
 R3 itself is four subpackages, each built on those before it: `replay`, `data` (rollouts), `train`
-(training on rollouts), `seams` (what the patches call). They import no other subpackage, except
-that three files of `seams` do where an option needs one.
+(training on rollouts), `seams` (what the patches call). Of these four only `seams` imports other
+subpackages, in three files, where an option needs them.
 
 Each name is imported when it is first used, so that `megatron-r3 --version` imports no torch.
-docs/integrate.md says how each name is used.
+docs/integrate.md shows how a training loop uses them.
 """
 
 from __future__ import annotations

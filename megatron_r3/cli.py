@@ -1,6 +1,7 @@
 """The command `megatron-r3`: `megatron-r3 --help` lists what it does.
 
-Each package registers its own commands; this file imports neither torch nor Megatron.
+The subpackages patching, collect and loop register their commands. Importing this file loads
+neither torch nor Megatron.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> 
     """
     args = parser.parse_args(argv)
     if "run" not in args:
-        args.group.print_help(sys.stderr)  # argparse itself would not name the group's commands
+        args.group.print_help(sys.stderr)  # argparse's own error would not list the commands
         return 2
     try:
         return int(args.run(args))
     except (ValueError, OSError) as error:
         print(f"error: {one_line(str(error))}", file=sys.stderr)
     except KeyboardInterrupt:
-        # Every command either has done nothing yet or goes on from where it was stopped.
+        # An interrupted command has changed nothing, or goes on from where it was stopped.
         print("error: interrupted; run the same command again to continue", file=sys.stderr)
     return 1
 

@@ -1,1 +1,1 @@
-"""Rollouts as data: what one is, its store on disk, and what the engines return."""
+"""Rollouts: their record, the store on disk, decoders of engines' responses, the truth test."""

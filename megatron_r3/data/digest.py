@@ -1,13 +1,11 @@
-"""The digests by which this package tells whether two things are the same.
+"""SHA-256 digests, and what tells whether two things of one kind are the same:
 
-Five kinds of things have an identity:
-
-    policy    its version number, a stamp of all its weights (`fingerprint.policy_stamp`), and a
-              digest of each router's weights, which a trainer can compute from its own weights
-    shard     the digest of its header's text, which holds all checksums (`store.header`)
-    rollout   policy version, group and sample: no two rollouts of a store share all three
-    tree      git's id of each file that the patches change (`patching.git.blob_id`)
-    file      the digest of its bytes
+policy    its version number, a stamp of all its weights (`fingerprint.policy_stamp`), and a
+          digest of each router's weights, which a trainer can compute from its own weights
+shard     the short digest of its header's text, which holds all checksums (`store.header`)
+rollout   policy version, group and sample: no two rollouts of a store share all three
+tree      git's id of each file that the patches change (`patching.git.blob_id`)
+file      the digest of its bytes
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ def digest(data: bytes | str) -> str:
 
 
 def short_digest(data: bytes | str) -> str:
-    """The first 16 hex digits of the digest, for a line that people read."""
+    """The first 16 of the digest's 64 hex digits."""
     return digest(data)[:16]
 
 
@@ -34,7 +32,7 @@ def digest_number(data: bytes, bits: int) -> int:
 
 
 def file_digest(path: Path) -> str:
-    """The digest of a file, which is read a few megabytes at a time.
+    """The digest of a file's bytes, in 64 hex digits; a few megabytes are in memory at a time.
 
     Raises:
         OSError: the file cannot be read.

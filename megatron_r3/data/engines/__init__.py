@@ -5,8 +5,8 @@
     shape = ModelShape.from_hf_config("model/config.json")
     rollouts = decode("sglang", response, request, shape, "request 7")
 
-Each engine has a file with a function `decode_increments`; docs/engines.md names the responses that
-these functions read.
+megatron.py, own.py, sglang.py and vllm.py each have a function `decode_increments`; docs/engines.md
+names the responses that these functions read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_r3.data.rollout import Rollout
 
 __all__ = ["EngineError", "Increment", "ModelShape", "decode", "decode_increments", "stitch"]
 
-# without transformers.py, which captures routes of a model in this process, and imports torch
+# transformers.py is not here: it captures routes of a model in this process, and imports torch
 _DECODERS: dict[str, Callable[..., list[Increment]]] = {
     "megatron": megatron.decode_increments,
     "own": own.decode_increments,
@@ -44,17 +44,17 @@ def decode(
         engine: "vllm", "sglang", "megatron" or "own".
         response: what the engine returned, as the engine's file describes it.
         request: the body that was sent to the engine.
-        shape: of the model that the engine runs.
+        shape: the MoE layers of the model that the engine runs.
         where: the name of the request in errors.
         options: keyword options of the engine's `decode_increments`.
 
     Returns:
-        One rollout for each choice. Its group is the index of its prompt in the request. The caller
-        sets its reward, here `UNREWARDED`, and its policy version, here `UNKNOWN_POLICY` unless
-        several versions sampled it (`stitch`).
+        One rollout for each choice. Its `group` is the index of its prompt in the request, its
+        `reward` is `UNREWARDED`, and its `policy_version` is `UNKNOWN_POLICY` unless several
+        versions sampled it (`stitch`). The caller sets reward and policy version.
 
     Raises:
-        EngineError: naming `where` and the choice, and token and layer where there is one. A
+        EngineError: naming `where` and, as far as the fault has them, choice, token and layer. A
             response whose routes do not start at token 0 is refused: decode all responses of its
             conversation with `decode_increments`, and join them with `stitch`.
     """
@@ -70,9 +70,9 @@ def decode_increments(
     where: str,
     **options: Any,
 ) -> list[Increment]:
-    """What each choice of one response adds to its conversation; arguments as in `decode`.
+    """What each choice of one response adds to its conversation; `decode` describes the arguments.
 
     Raises:
-        EngineError: naming `where` and the choice, and token and layer where there is one.
+        EngineError: naming `where` and, as far as the fault has them, choice, token and layer.
     """
     return _DECODERS[engine](response, request, shape, where, **options)

@@ -1,4 +1,4 @@
-"""What the requests and responses of all engines have in common: options, prompts, choices, arrays.
+"""Reads what the bodies of all engines have in common: options, prompts, choices, arrays.
 
 Errors raised here do not name the request: `decode_increments` adds its name (`shape.naming`).
 Nothing is unpickled, and the shape that a header claims is compared with the number of bytes before
@@ -23,7 +23,7 @@ from megatron_r3.data.values import MOST_TOKEN_ID
 from megatron_r3.replay.words import quoted, said
 
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")
-# By engine, the fields of a request that may hold the prompt: the first one that is set counts.
+# For each engine, the fields of a request that may hold the prompt: the first set field counts.
 _PROMPTS = {
     "vllm": ("token_ids", "prompt"),
     "sglang": ("input_ids", "text", "prompt"),
@@ -45,7 +45,7 @@ _NPY = re.compile(
 
 
 def option(request: Mapping[str, Any], name: str, default: int) -> Any:
-    """An option of a request, at its top level or in its `sampling_params`."""
+    """An option of a request, from its top level or else from its `sampling_params`."""
     value = request.get(name)
     nested = request.get("sampling_params")
     if value is None and isinstance(nested, Mapping):
@@ -66,8 +66,9 @@ def whole_number(value: Any, name: str, least: int = 0) -> int:
 def most_tokens(request: Mapping[str, Any]) -> int | None:
     """How many tokens a response may have; None if the request has no limit.
 
-    A request may give the limit under two names, or (SGLang) in a list of `sampling_params` with
-    one entry for each prompt. The largest limit counts, because engines disagree on which applies.
+    A request may give several limits: under several names, or (SGLang) in a list of
+    `sampling_params` with one entry for each prompt. The largest limit counts, because engines
+    disagree on which limit applies.
     """
     nested = request.get("sampling_params")
     holders = [request, *(nested if isinstance(nested, list) else [nested])]
@@ -84,13 +85,13 @@ def most_tokens(request: Mapping[str, Any]) -> int | None:
 def refuse_response(
     response: Mapping[str, Any], request: Mapping[str, Any], any_model: str = ""
 ) -> None:
-    """Refuse an error, a stream, a response of another model, and one that repeats its prompt.
+    """Refuse an error, a stream, a response of another model or a response that has the prompt too.
 
     Args:
-        any_model: a name that the engine returns whatever model it runs; empty if there is none.
+        any_model: the model name that the engine returns for every model; empty if it has none.
     """
-    # {"error": {"message": ...}} or {"error": "..."} (vLLM), {"detail": ...} (FastAPI's own), or
-    # {"object": "error", "message": ...} (SGLang's OpenAI routes)
+    # The forms of an error are {"error": {"message": ...}} or {"error": "..."} (vLLM), {"detail":
+    # ...} (FastAPI), and {"object": "error", "message": ...} (SGLang's OpenAI endpoints).
     failed = response.get("error") or response.get("detail")
     if not failed and response.get("object") == "error":
         failed = response
@@ -122,7 +123,7 @@ def refuse_half_way(reason: Any) -> None:
 
 
 def prompts(engine: str, request: Mapping[str, Any]) -> list[Any]:
-    """Token ids of each prompt of a request; None for a text or a chat."""
+    """The token ids of each prompt of a request; None for a prompt that is a text or a chat."""
     contents = prompt_contents(engine, request)
     return [None if isinstance(one, str) or _is_chat(one) else one for one in contents]
 
@@ -181,7 +182,7 @@ def choices_in_order(choices: Any, expected: int) -> list[Mapping[str, Any]]:
 
 
 def id_array(value: Any, name: str, hint: str) -> np.ndarray:
-    """Ids of the sampled tokens, which a response must hold; `hint` says how to ask for them."""
+    """The ids of the sampled tokens, int32; refused if they are None, with `hint` as the advice."""
     if value is None:
         raise EngineError(f"no {name}; {hint}")
     refuse_none_sampled(value, name)
@@ -198,7 +199,7 @@ def refuse_none_sampled(value: Any, name: str) -> None:
 
 
 def prompt_array(asked: Any, returned: Any, hint: str) -> np.ndarray:
-    """The prompt's token ids, int32: those of the request, if it has them.
+    """The prompt's token ids, int32: those in the request, or else those in the response.
 
     Args:
         asked: the prompt of the request; None for a text or a chat.
@@ -224,11 +225,11 @@ def prompt_array(asked: Any, returned: Any, hint: str) -> np.ndarray:
 def sampled_logprobs(
     logprobs: Any, response_G: np.ndarray, hint: str, prompt_length: int
 ) -> np.ndarray:
-    """Float32 log-probs `[G]` of the sampled tokens, from either form that OpenAI's endpoints have.
+    """Float32 log-probs `[G]` of the sampled tokens, from either of the two forms in OpenAI's API.
 
-    The two forms are `{"token_logprobs": [-0.5], "tokens": ["token_id:9"]}` (completions) and
+    The forms are `{"token_logprobs": [-0.5], "tokens": ["token_id:9"]}` (completions) and
     `{"content": [{"logprob": -0.5, "token": "token_id:9"}]}` (chat). Where the log-probs name their
-    tokens by id (vLLM: /inference/v1/generate always, the others with
+    tokens by id (vLLM: /inference/v1/generate always, other endpoints with
     `return_tokens_as_token_ids`), the ids must be those of the response. Names that are texts are
     not compared, because several tokens can have the same text.
 
@@ -289,7 +290,7 @@ def bare_array(text: Any, dtype: str, name: str) -> np.ndarray:
     """A flat array from base64 of its bytes, which have no header with shape or dtype."""
     raw = _decoded(text, name)
     if len(raw) % np.dtype(dtype).itemsize:
-        raise EngineError(f"{name}: {len(raw)} bytes are no whole number of {dtype}")
+        raise EngineError(f"{name}: {len(raw)} bytes are no whole number of {dtype} values")
     return np.frombuffer(raw, dtype)
 
 
@@ -344,7 +345,7 @@ def _npy_array(raw: bytes, name: str) -> np.ndarray:
     """The integers in the bytes of a `.npy` file; the array is a view of these bytes.
 
     Raises:
-        EngineError: a header that numpy does not write, or another size than the header says.
+        EngineError: numpy writes no such header, or the bytes are not as many as the header says.
     """
     broken = f"{name}: not a whole .npy of numbers"
     header = _NPY.match(raw)
@@ -381,8 +382,8 @@ def _plain(value: Any, name: str) -> np.ndarray:
 def _from_lists(value: list[Any] | tuple[Any, ...], name: str) -> np.ndarray:
     uneven = f"{name}: not an even table of numbers"
     try:
-        # As objects: np.array([["a" * 10**6, 1, 2]]) would be three texts of a million characters
-        # each, because numpy pads every element to the longest one.
+        # Without dtype=object, np.array([["a" * 10**6, 1, 2]]) would be three texts of a million
+        # characters each, because numpy pads every text to the longest one.
         objects = np.array(value, dtype=object)
     except (ValueError, OverflowError, RecursionError) as error:
         raise EngineError(f"{uneven} ({_short(error)})") from error

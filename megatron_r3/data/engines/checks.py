@@ -52,7 +52,7 @@ def checked_routes(
             alone.
         num_tokens: N, prompt and response; N - 1 - start rows are expected, because the last token
             was never forwarded.
-        shape: of the model that the engine runs.
+        shape: the MoE layers of the model that the engine runs.
         start: the token of row 0.
 
     Raises:
@@ -125,7 +125,7 @@ def _moe_layers(rows_TYK: np.ndarray, shape: ModelShape) -> np.ndarray:
 def _refuse_not_captured(rows_TLK: np.ndarray, shape: ModelShape, start: int) -> None:
     """Refuse rows of zeros, which engines return where they captured nothing."""
     zero_TL = ~rows_TLK.any(-1)
-    if shape.topk == 1:  # single rows [0] may mean expert 0, but not all rows of a response
+    if shape.topk == 1:  # some rows [0] may mean expert 0, but not all rows of a response
         zero_TL &= zero_TL.all() and shape.num_experts > 1
     if not zero_TL.any():
         return
@@ -133,6 +133,6 @@ def _refuse_not_captured(rows_TLK: np.ndarray, shape: ModelShape, start: int) ->
     layer = shape.moe_layers[moe_layer]
     raise EngineError(
         f"the engine did not capture routes: {int(zero_TL.sum())} of {zero_TL.size} pairs of token "
-        f"and layer have zeros, the first at token {row + start}, hidden layer {layer}. "
+        f"and layer have zeros alone, the first at token {row + start}, hidden layer {layer}. "
         f"{_NOT_CAPTURED}"
     )

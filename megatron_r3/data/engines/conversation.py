@@ -1,4 +1,4 @@
-"""One rollout out of the responses of one conversation.
+"""Joins the responses of one conversation into one rollout.
 
 The prompt of each response holds the whole conversation before it. Example of two turns (u: the
 user's tokens, s: sampled ones); the second request asks for routes from token 4 on (its start):
@@ -9,7 +9,7 @@ user's tokens, s: sampled ones); the second request asks for routes from token 4
 
 Token 4 was sampled by the first response and forwarded by the second: an engine makes the row of a
 token when it forwards the token, and the request that samples the last token does not forward it.
-So ask for the next turn's routes from the previous length - 1 on, which is 4 here, and not 5.
+So ask for the next turn's routes from the last token of this turn on: here from 4 on, not from 5.
 
 Shape suffixes (docs/glossary.md): C, G, K, L, N, T, U.
 """
@@ -48,7 +48,7 @@ class Increment:
             normalised over these sets. None if the engine returned no sampling mask.
         versions_G: int64, the version of the weights that sampled each token; None if the engine
             does not report it as a whole number.
-        said: the response's text, finish reason and weight versions.
+        said: the response's text, finish reason, weight versions and model name.
     """
 
     tokens_N: np.ndarray
@@ -66,7 +66,7 @@ class Increment:
         """Refuse fields that do not fit each other, and values that no rollout can have.
 
         Raises:
-            EngineError: naming the token where there is one, but not `where`.
+            EngineError: naming the token of a wrong value, but not `where`.
         """
         num_tokens = len(self.tokens_N)
         if not 0 <= self.start <= self.prompt_length:
@@ -115,10 +115,11 @@ class Increment:
 def read_choices(
     choices: Sequence[Choice], where: str, count: int, read: Callable[[Choice, int], Increment]
 ) -> list[Increment]:
-    """Read each choice of a response; an error names the choice.
+    """The increment of each choice of a response; an error names the choice.
 
     Args:
-        choices: of one response, in order: those of the first prompt, those of the second, ...
+        choices: all choices of one response: first those of its first prompt, then those of its
+            second prompt, and so on.
         where: the name of the request in errors.
         count: how many choices a prompt has.
         read: makes an increment from a choice and the index of its prompt.
@@ -135,24 +136,23 @@ def read_choices(
 
 
 def stitch(increments: Sequence[Increment], where: str, *, holes: str = "refuse") -> Rollout:
-    """One rollout of all turns, with the rows of all its tokens but the last.
+    """One rollout of all turns, with a row for each of its tokens but the last.
 
     The longest response has all tokens; the tokens of each other response must be a prefix of them.
     A row that arrives again (a retry, a prefix sent twice) must be the same set of experts.
 
     Args:
-        increments: of one conversation, in any order.
+        increments: those of one conversation, in any order.
         where: the name of the conversation in errors.
         holes: what becomes of rows that no response brought: "refuse", or "missing" to leave them
             not recorded.
 
     Returns:
-        A rollout without reward, as `engines.decode` returns it. It has a policy version only if
-        the weights changed while it was sampled: the oldest that the engine reported.
+        A rollout with the reward `UNREWARDED`. Its policy version is `UNKNOWN_POLICY`, or if the
+        weights changed while it was sampled, the oldest version that the engine reported.
 
     Raises:
-        EngineError: tokens, rows, kept sets or versions disagree, or a row is missing; the message
-            names token and layer where there is one.
+        EngineError: tokens, rows, kept sets or versions disagree, or a row is missing.
     """
     if holes not in ("refuse", "missing"):
         raise EngineError(f"{where}: holes must be refuse or missing; got {holes!r}")
@@ -205,7 +205,7 @@ def _refuse_other_tokens(increment: Increment, tokens_N: np.ndarray, other: str)
         token = int(np.argmax(differs))
         raise EngineError(
             f"token {token} is id {increment.tokens_N[token]}, but id {tokens_N[token]} in {other}:"
-            " they are of two conversations, or a text was tokenized again"
+            " these are two conversations, or a text was tokenized again"
         )
 
 
@@ -229,7 +229,7 @@ def _joined_rows(ordered: Sequence[Increment], num_rows: int) -> Routes:
                     "conversation"
                 )
             rows = slice(increment.start, increment.start + routes.num_rows)
-            # overlap: rows that an earlier increment brought, and this one brings again
+            # again_T marks the rows that an earlier increment and this increment bring
             again_T = recorded_T[rows] & routes.recorded_T
             _refuse_other_rows(increment, ids_LTK[:, rows], again_T)
         new_T = routes.recorded_T & ~again_T
@@ -263,8 +263,8 @@ def _turns(
 
     The fourth array, `[N]`, says which of `ordered` sampled each token; -1 for tokens not sampled.
 
-    A token belongs to the first response that sampled it; a retry adds only tokens behind those. A
-    response that was cut off and then continued gives two adjacent turns. Example, N = 6:
+    A token belongs to the first response that sampled it; a longer retry adds only its last tokens.
+    A response that was cut off and then continued gives two adjacent turns. Example, N = 6:
 
         response 1, prompt of 2, samples tokens 2 3        turn of each token: - - 0 0
         response 2, prompt of 4, samples tokens 4 5                            - - 0 0 1 1
@@ -305,7 +305,7 @@ def _joined_kept(ordered: Sequence[Increment], source_N: np.ndarray) -> KeptSets
                 f"{ordered[number].where}: no sampling mask, while other responses of its "
                 "conversation have one"
             )
-    empty = KeptSets.from_lists([])
+    empty = KeptSets.none(0)
     joined = KeptSets.joined([part or empty for part in parts])
     sizes = [0 if part is None else len(part.sizes_N) for part in parts]
     begin = np.cumsum([0, *sizes])[source_N]  # where the sets of each token's response begin
@@ -313,7 +313,10 @@ def _joined_kept(ordered: Sequence[Increment], source_N: np.ndarray) -> KeptSets
 
 
 def _joined_versions(ordered: Sequence[Increment], source_N: np.ndarray) -> np.ndarray | None:
-    """First token and version of each span; None for a single version, or if one is unknown."""
+    """First token and version of each span, int64 `[C, 2]`.
+
+    None if one version sampled all tokens, or if the version of a token is unknown.
+    """
     sampled = np.flatnonzero(source_N >= 0)
     versions = []
     for token in sampled.tolist():

@@ -19,9 +19,9 @@ def kept_sets(lists: Any, name: str, prompt_length: int, num_sampled: int) -> Ke
     """The kept sets of a response's tokens, from a list of ids for each sampled token.
 
     Args:
-        lists: of the response; None gives None.
-        name: of the field.
-        prompt_length: tokens of the prompt, which get empty sets.
+        lists: the lists in the response; None gives None.
+        name: the field that has the lists, for errors.
+        prompt_length: how many tokens the prompt has; they get empty sets.
         num_sampled: how many lists are expected.
 
     Raises:
@@ -68,7 +68,7 @@ def version_spans(spans: Any, num_sampled: int) -> np.ndarray | None:
         if type(start) is not int or type(stop) is not int or start != end or stop < start:
             raise EngineError(
                 f"weight_versions: the span {quoted([version, start, stop])} must begin at token "
-                f"{end} of the response, and not end before that"
+                f"{end} of the response, and must not end before its begin"
             )
         end = stop
     if end != num_sampled:

@@ -56,18 +56,18 @@ def decode_increments(
     *,
     num_mtp_layers: int = 0,
 ) -> list[Increment]:
-    """What each choice adds to its conversation; its routes always start at token 0.
+    """What each choice adds to its conversation; the routes always start at token 0.
 
     Args:
         response: the body that the server returned.
         request: the body that was sent.
-        shape: of the model that the server runs.
+        shape: the MoE layers of the model that the server runs.
         where: the name of the request in errors.
         num_mtp_layers: MoE layers of multi-token prediction in the model of an unpatched server;
             their routes come last and are dropped. 0 for a patched server, which sends none.
 
     Raises:
-        EngineError: naming `where` and the choice, and token and layer where there is one.
+        EngineError: naming `where` and, as far as the fault has them, choice, token and layer.
     """
     with naming(where):
         if not isinstance(response, Mapping):  # the body of an error is a bare text
@@ -168,8 +168,12 @@ def _rows(value: Any, shape: ModelShape, num_mtp_layers: int) -> np.ndarray:
 
 
 def routes_array(value: Any, name: str) -> np.ndarray:
-    """The ids `[T, L, K]` of all layers, in one of four forms: lists, `["tensor", lists]`,
-    `["ndarray", {data, dtype}]` with lists, and the same with base64 and a shape.
+    """The ids `[T, L, K]` of all layers.
+
+    Args:
+        value: in one of four forms: lists, `["tensor", lists]`, `["ndarray", {data, dtype}]` with
+            lists as data, and `["ndarray", {data, dtype, shape}]` with base64 as data.
+        name: the field that has the ids.
 
     Raises:
         EngineError: naming `name`.

@@ -39,16 +39,16 @@ def decode_increments(
     Args:
         response: one sampled sequence or a list of them. Each is a mapping with the sampled
             `token_ids`, their `logprobs`, and `routes`: the ids `[T, Y, K]` of every token but the
-            last, in all hidden layers or in the MoE layers alone. All may be arrays or lists;
-            `routes` may be base64 of a `.npy` too. `prompt_token_ids` may be left out where the
-            request has them.
+            last, in all hidden layers or in the MoE layers alone. Each may be an array or a list,
+            and `routes` also base64 of a `.npy`. A sequence needs `prompt_token_ids` if the request
+            has no `prompt`.
         request: `prompt`, the token ids that every sequence continues; `start`, the token of the
             first row, 0 if left out; `max_tokens`, if there is a limit on sampled tokens.
-        shape: of the model that sampled.
+        shape: the MoE layers of the model that sampled.
         where: the name of the request in errors.
 
     Raises:
-        EngineError: naming `where` and the sequence, and token and layer where there is one.
+        EngineError: naming `where` and, as far as the fault has them, sequence, token and layer.
     """
     with naming(where):
         sequences = [response] if isinstance(response, Mapping) else response

@@ -1,4 +1,4 @@
-"""What a response holds beside tokens and routes: its text, finish reason and weight versions."""
+"""What a response holds beside tokens and routes: text, finish reason, weight versions, model."""
 
 from __future__ import annotations
 
@@ -38,10 +38,11 @@ class Said:
 def read_said(
     body: Mapping[str, Any], choice: Mapping[str, Any], versions: Iterable[int] = ()
 ) -> Said:
-    """Read one choice, of a chat (`message`) or a completion (`text`).
+    """The `Said` of one choice of a chat (which has `message`) or a completion (which has `text`).
 
-    A completion's text becomes the message `{"content": "..."}`. Finish reason and versions of
-    weights may stand in the choice or in its `meta_info` (SGLang), versions beside the choices too.
+    A completion's text becomes the message `{"content": "..."}`. The finish reason and the versions
+    of the weights are in the choice or in its `meta_info` (SGLang); versions may also be beside the
+    choices.
 
     Args:
         body: the response; where it has no choices, the choice itself.

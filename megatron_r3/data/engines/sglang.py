@@ -1,7 +1,7 @@
 """What an SGLang server returns with `--enable-return-routed-experts`.
 
-A request asks for routes with `return_routed_experts`. /generate returns them for every sample
-(`meta_info.routed_experts`), OpenAI's endpoints for the first choice only
+A request asks for routes with `return_routed_experts`. /generate returns routes of every sample
+(`meta_info.routed_experts`), OpenAI's endpoints those of the first choice only
 (`sglext.routed_experts`; from 0.5.18 on, with `return_meta_info`, for every choice). Use 0.5.10 or
 later: before, a server that balances experts (EPLB) sends ids that are not the model's.
 
@@ -78,11 +78,11 @@ def decode_increments(
     Args:
         response: the body that the server returned.
         request: the body that was sent; `routed_experts_start_len` is the token of the first row.
-        shape: of the model that the server runs.
+        shape: the MoE layers of the model that the server runs.
         where: the name of the request in errors.
 
     Raises:
-        EngineError: naming `where` and the choice, and token and layer where there is one.
+        EngineError: naming `where` and, as far as the fault has them, choice, token and layer.
     """
     with naming(where):
         if isinstance(response, str) or request.get("stream"):
@@ -225,9 +225,9 @@ def _logprobs_of_mask(
 ) -> np.ndarray:
     """Float32 log-probs `[G]` over the kept sets; `output_token_logprobs` are over all tokens.
 
-    An entry of `output_token_sampling_logprobs` is the log-prob of the sampled token; if the
-    request has `sampling_logprobs_mode` "support", a list of the log-probs of all tokens of the
-    mask, in the order of the mask.
+    An entry of `output_token_sampling_logprobs` is the log-prob of the sampled token. If the
+    request has `sampling_logprobs_mode` "support", an entry is a list of the log-probs of all
+    tokens of the mask, in the order of the mask.
     """
     values, masks = meta.get(_MASK_LOGPROBS), meta[_MASK]
     if not isinstance(values, list) or len(values) != len(masks):
@@ -284,8 +284,8 @@ def _rows(text: Any, num_tokens: int, start: int, shape: ModelShape) -> np.ndarr
             f"top-{topk}: {ANOTHER_MODEL}"
         )
     if rows not in (whole, asked):
-        expected = f"{asked} from token {start} on" + (
-            f", or {whole} from token 0 on" if start else ""
+        expected = f"{asked} rows from token {start} on" + (
+            f", or {whole} rows from token 0 on" if start else ""
         )
         raise EngineError(
             f"routed_experts: {rows} rows of {layers} layers and top-{topk}; {num_tokens} tokens "

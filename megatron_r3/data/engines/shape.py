@@ -1,4 +1,4 @@
-"""What must be known of a model to read its routes, taken from its transformers config."""
+"""The shape of a model's MoE layers, read from its transformers config."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def naming(where: str) -> Iterator[None]:
         raise EngineError(f"{where}: {error}") from error
 
 
-# What configs call the number of experts of a layer, and how many of them a token takes.
+# The fields of configs with the number of experts of a layer, and of the experts a token takes.
 _EXPERT_NAMES = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _TOPK_NAMES = (
     "num_experts_per_tok",
@@ -50,12 +50,12 @@ _TOPK_NAMES = (
 )
 # The object with the language model in the config of a model that also sees or hears.
 _INNER_NAMES = ("text_config", "llm_config", "language_config", "thinker_config")
-# Model types whose experts one list of ids cannot name, although their configs could be read.
+# Model types with two routers in a layer: a list of ids does not say which of them chose.
 _SEVERAL_ROUTERS = ("ernie4_5_vl_moe_text",)
 # A config that says 4000000000 layers must be refused before a tuple of this length fills the
 # memory.
 _MOST_LAYERS = 10_000
-_MOST_BYTES = 1 << 22  # of a config.json; the longest real ones (many quantized modules): 400 kB
+_MOST_BYTES = 1 << 22  # of a config.json; the longest real ones have 400 kB
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ class ModelShape(MoEShape):
 
         Args:
             source: a model directory, its config.json, or that file's contents.
-            moe_layers, num_experts, topk: of a model type that is not known, what the config does
-                not say in a known way.
+            moe_layers, num_experts, topk: what the config does not say in a known way, for example
+                because its model type is not known; else None.
 
         Raises:
             EngineError: naming the file and the field: the file cannot be read, the model type is
@@ -119,7 +119,7 @@ class ModelShape(MoEShape):
 
 
 def _said(option: str, given: _T | None, read: Callable[[], _T]) -> _T:
-    """What the config says, or `given` where it does not say it; both must not differ."""
+    """The value that `read` finds in the config, or else `given`; refused if the two differ."""
     try:
         found = read()
     except EngineError:
@@ -219,7 +219,7 @@ def _vocab_size(config: Mapping[str, Any]) -> int | None:
 
 
 def _refuse_other_routers(config: Mapping[str, Any]) -> None:
-    """Refuse a model whose experts one list of ids cannot name, although its config can be read."""
+    """Refuse a model whose config can be read, but whose routes cannot be replayed."""
     model_type = config.get("model_type")
     if model_type in _SEVERAL_ROUTERS:
         raise EngineError(
@@ -240,22 +240,22 @@ def _layers(config: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _rule(config: Mapping[str, Any]) -> _Rule:
-    """What says which hidden layers are MoE layers; each model family does it in its own way."""
+    """The function that reads the MoE layers from a config of this model type."""
     model_type = config.get("model_type")
     if config.get("mlp_layer_types") is not None:
         return _from_names
     if not isinstance(model_type, str) or model_type not in _RULES:
         raise EngineError(
-            f"model type {quoted(model_type)} is unknown, so nobody can tell which layers are "
-            "MoE layers; docs/engines.md names the known ones. For another one give --moe-layers, "
-            "or add `mlp_layer_types` to a copy of its config.json, a list that names each layer "
+            f"model type {quoted(model_type)} is unknown, so nothing says which layers are MoE "
+            "layers; docs/engines.md names the known types. For another type give --moe-layers, or "
+            "add `mlp_layer_types` to a copy of its config.json, a list that names each layer "
             '"dense" or "sparse", and give the path of the copy'
         )
     return _RULES[model_type]
 
 
 def _listed(config: Mapping[str, Any], name: str, right: bool, expected: str) -> None:
-    """Refuse the list `name` of a config unless it is `right`; it must do what `expected` says."""
+    """Refuse the list `name` of a config if `right` is False: "`name` must {expected}"."""
     if not right:
         raise EngineError(f"`{name}` must {expected}; got {quoted(config[name], 200)}")
 
@@ -269,7 +269,7 @@ def _from_names(config: Mapping[str, Any], num_layers: int) -> Iterable[int]:
 
 
 def _numbers(config: Mapping[str, Any], name: str, default: Sequence[int] = ()) -> Sequence[int]:
-    """A list of layers; the default where the config does not have it."""
+    """The list `name` of hidden layers in a config; `default` if the config does not have it."""
     given = config.get(name)
     if given is None:
         return default
@@ -310,7 +310,7 @@ def _after_first_dense(
     frequency may also be a list with a 0 or 1 for each layer.
 
     Args:
-        least: `first_k_dense_replace` of a config that lacks it; None: such a config is refused.
+        least: the value for a config without `first_k_dense_replace`; None refuses such a config.
     """
     first = _integer(config, "first_k_dense_replace", 0, _MOST_LAYERS, default=least)
     frequency = config.get("moe_layer_freq")
@@ -324,7 +324,7 @@ def _after_first_dense(
 
 
 def _by_flags(config: Mapping[str, Any], num_layers: int) -> Iterable[int]:
-    """MiMo: a 0 or 1 for each layer."""
+    """MiMo: `moe_layer_freq` has a 1 for each MoE layer and a 0 for each dense layer."""
     if not isinstance(config.get("moe_layer_freq"), list):
         raise EngineError(f"`moe_layer_freq` must be a list of 0 and 1 for {num_layers} layers")
     return _after_first_dense(config, num_layers, least=0)
@@ -335,13 +335,13 @@ def _after_num_dense(config: Mapping[str, Any], num_layers: int) -> Iterable[int
 
 
 def _interleaved(config: Mapping[str, Any], num_layers: int) -> Iterable[int]:
-    """Llama 4: the layers in `moe_layers`, or every n-th one. Example: n = 2 means 1, 3, 5."""
+    """Llama 4: the layers in `moe_layers`, or with a step of 2 the layers 1, 3, 5 and so on."""
     step = _integer(config, "interleave_moe_layer_step", 1, _MOST_LAYERS, default=1)
     return _numbers(config, "moe_layers", range(step - 1, num_layers, step))
 
 
 def _between(config: Mapping[str, Any], num_layers: int) -> Iterable[int]:
-    """ERNIE: every `moe_layer_interval`-th layer, from a first to a last one."""
+    """ERNIE: every `moe_layer_interval`-th layer, between a start and an end index."""
     first = _integer(config, "moe_layer_start_index", 0, _MOST_LAYERS)
     last = _integer(config, "moe_layer_end_index", -1, _MOST_LAYERS, default=-1)
     last = num_layers - 1 if last == -1 else last

@@ -1,4 +1,4 @@
-"""Routes out of a transformers model: the ids that its routers choose while the model runs.
+"""Captures routes of a transformers model: the ids that its routers choose while it runs.
 
 Ids are `[T, K]` for one router and `[L, T, K]` for a model (docs/glossary.md).
 """
@@ -38,7 +38,7 @@ class CapturedRoutes:
         T is batch size times sequence length, as the routers see it.
 
         Raises:
-            EngineError: a router that ran more or less often than the others.
+            EngineError: a router ran more or less often than another one.
         """
         counts = [len(calls) for calls in self._calls]
         if len(set(counts)) > 1:
@@ -67,10 +67,11 @@ class CapturedRoutes:
 
 @contextmanager
 def capture_routes(model: nn.Module) -> Iterator[CapturedRoutes]:
-    """Record the ids of the model's routers while the block runs, with or without a KV cache.
+    """Record the ids that the model's routers choose while the block runs.
 
     Raises:
-        EngineError: the model has no router that this can read, or two in one layer.
+        EngineError: the model has no router whose class is called `...TopKRouter`, or has two of
+            them in one layer.
     """
     routers = routers_of(model)
     captured = CapturedRoutes(tuple(routers))
@@ -85,10 +86,10 @@ def capture_routes(model: nn.Module) -> Iterator[CapturedRoutes]:
 
 
 def routers_of(model: nn.Module) -> dict[int, nn.Module]:
-    """The router of each hidden layer that has one, in the order of the layers.
+    """The router of each MoE layer, by the 0-based number of its hidden layer, ascending.
 
     Raises:
-        EngineError: the model has no router that this can read, or two in one layer.
+        EngineError: as in `capture_routes`.
     """
     routers: dict[int, nn.Module] = {}
     for name, module in model.named_modules():

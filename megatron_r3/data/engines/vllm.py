@@ -1,7 +1,7 @@
 """What vLLM returns with `--enable-return-routed-experts`: a server's JSON, or Python objects.
 
 A server sends routes on /v1/completions, /v1/chat/completions and /inference/v1/generate. The
-request must also have `return_token_ids` and `logprobs`. Routes are base64 of a `.npy`.
+request must have `return_token_ids` and `logprobs`. Routes are base64 of a `.npy`.
 
 The Python API returns routes, too: `LLM(..., enable_return_routed_experts=True)`. Until 0.20
 `CompletionOutput.routed_experts` is an int32 array of all hidden layers, later it has one of the
@@ -64,11 +64,11 @@ def decode_increments(
             with `SamplingParams(logprobs=1)`.
         request: the body that was sent. For a `RequestOutput`, which holds the prompt itself, only
             `routed_experts_prompt_start`, `n` and `max_tokens` are read, and each may be left out.
-        shape: of the model that the engine runs.
+        shape: the MoE layers of the model that the engine runs.
         where: the name of the request in errors.
 
     Raises:
-        EngineError: naming `where` and the choice, and token and layer where there is one.
+        EngineError: naming `where` and, as far as the fault has them, choice, token and layer.
     """
     with naming(where):
         if isinstance(response, str):
@@ -111,8 +111,8 @@ def _increment(
             "and misplaces dense layers: take 0.22 or later"
         )
     routes = decode_routes(choice, len(tokens_N), shape, start)
-    # /inference/v1/generate of a server with --return-sampling-mask: such a server does not start
-    # without --logprobs-mode processed_logprobs, so its log-probs are normalised over the mask
+    # /inference/v1/generate sends a mask if the server has --return-sampling-mask. Such a server
+    # needs --logprobs-mode processed_logprobs, so its log-probs are normalised over the mask.
     kept = kept_sets(choice.get("sampling_mask"), "sampling_mask", len(prompt), len(response_G))
     versions_G = version_spans(choice.get("weight_versions"), len(response_G))
     return Increment(
@@ -131,15 +131,12 @@ def decode_routes(
     Args:
         choice: an entry of a response's `choices`.
         num_tokens: N, prompt and response.
-        shape: of the model that the server runs.
-        start: the first token that has a row.
-
-    Returns:
-        `N - 1 - start` rows; row 0 is token `start`.
+        shape: the MoE layers of the model that the server runs.
+        start: the token of row 0.
 
     Raises:
-        EngineError, RoutesError: wrong rows, layers or top-k, wrong ids, or rows that were not
-            captured; `shape.naming` adds the name of the request, and makes both an EngineError.
+        EngineError: wrong rows, layers or top-k, or rows that were not captured.
+        RoutesError: wrong ids.
     """
     routed = choice.get("routed_experts")
     if routed is None:
@@ -191,13 +188,13 @@ def _python_choice(output: Any) -> dict[str, Any]:
 
 
 def _python_logprobs(tokens: Any, entries: Any) -> list[Any]:
-    """Each sampled token's log-prob, out of a `{token id: Logprob}` that holds others too."""
+    """The log-prob of each sampled token; an entry `{token id: Logprob}` has other tokens too."""
     if not isinstance(tokens, list) or not isinstance(entries, (list, tuple)):
         raise EngineError("no log-probs; ask with SamplingParams(logprobs=1)")
     if len(tokens) != len(entries) or not all(isinstance(entry, Mapping) for entry in entries):
         raise EngineError(f"{len(entries)} log-probs for {len(tokens)} response tokens")
     try:
         sampled = [entry.get(token) for token, entry in zip(tokens, entries, strict=True)]
-    except TypeError as error:  # a list as a key
+    except TypeError as error:  # a list cannot be a key
         raise EngineError(f"a response token is no id ({quoted(error)})") from error
     return [getattr(one, "logprob", one) for one in sampled]

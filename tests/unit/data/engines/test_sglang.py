@@ -86,7 +86,8 @@ def test_rows_that_fit_neither_start_are_refused():
         (rows[:0], "cached prefix"),
         (np.concatenate([rows, rows[:1]]), "cut off after they were sampled"),
     ):
-        expected = f"{len(wrong)} rows of .* 10 tokens have 5 from token 4 on, or 9 from token 0 on"
+        expected = "5 rows from token 4 on, or 9 rows from token 0 on"
+        expected = f"{len(wrong)} rows of .* 10 tokens have {expected}"
         with pytest.raises(EngineError, match=f"{expected}.*{cause}"):
             decode(with_text(body, made.int32_text(wrong)), request)
     with pytest.raises(EngineError, match="expected a start from 0 to 6"):

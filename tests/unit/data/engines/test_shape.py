@@ -122,7 +122,7 @@ WRONG_FREQUENCIES = ([0, 1, 0, 1, 1, "0"], [0, 1, 0, 1, 1, 2], [[1]] * 6, "1", -
 @pytest.mark.parametrize(
     ("base", "change", "message"),
     [
-        (QWEN3, {"model_type": "no_such"}, "'no_such' is unknown, so nobody can tell"),
+        (QWEN3, {"model_type": "no_such"}, "'no_such' is unknown, so nothing says"),
         (QWEN3, {"model_type": None}, "None is unknown"),
         (
             QWEN3,

@@ -38,9 +38,8 @@ WRONG_ROWS = {
     "outside 0..15 at MoE layer 2, token 5": lambda r: change(r, 5, 2, [1, 2, 3, 16]),
     "outside 0..15 at MoE layer 2, token 6": lambda r: change(r, 6, 2, [1, 2, 3, -1]),
     "twice in one row at MoE layer 1, token 20": lambda r: change(r, 20, 1, [1, 2, 2, 3]),
-    "1 of 84 pairs of token and layer have zeros, the first at token 4, hidden layer 3": lambda r: (
-        change(r, 4, 3, [0, 0, 0, 0])
-    ),
+    "1 of 84 pairs of token and layer have zeros alone, the first at token 4, "
+    "hidden layer 3": lambda r: change(r, 4, 3, [0, 0, 0, 0]),
     "84 of 84 pairs of token and layer have zeros": lambda r: r * 0,
     "got shape": lambda r: r.reshape(-1, 4),
     "ids must be integers; got float32": lambda r: r.astype(np.float32),
