@@ -232,10 +232,6 @@ class Shard:
         """For `turns` and `versions`, `[M + 1]`, where each rollout's pairs begin, in pairs."""
         return {name: starts_of(self.tensors[count]) for name, count in PAIRS.items()}
 
-    def locate_token(self, token: int) -> tuple[int, int]:
-        """The rollout of a token of this shard, and the token's place in it."""
-        return locate(self.token_start_M, token)
-
     def locate_row(self, row: int) -> tuple[int, int]:
         """The rollout of a row of this shard, and the row's token in it."""
         return locate(self.row_start_M, row)
