@@ -1,10 +1,10 @@
-"""Which policy sampled: a digest of each layer's router weights, and one of all weights.
+"""Digests that tell which policy sampled: of each layer's router weights, and of all weights.
 
 The router digests tell whether a rollout comes from the policy that is trained. Every tensor- and
 expert-parallel rank has whole router weights, so each rank can compare the layers that it has, in
 any layout. Weights are compared as bfloat16, the form in which samplers hold them; weights that are
-trained in float32 round to the same bits. Two policies have the same digests if the router is
-frozen, or if it changed by less than bfloat16 resolves.
+trained in float32 round to the same bits. Two policies have the same router digests if the router
+is frozen, or if it changed by less than bfloat16 resolves.
 
 The policy stamp covers every byte of every weight, so it tells such policies apart too.
 
@@ -49,8 +49,8 @@ def router_fingerprint(directory: Path, moe_layers: tuple[int, ...]) -> tuple[st
     """The digest of each MoE layer's router weights in a transformers directory.
 
     Raises:
-        ValueError: a file that is not whole, or no weights called `mlp.gate.weight` in a layer, as
-            Qwen3-MoE and DeepSeek call them.
+        ValueError: a file is not whole, a layer has no weights called `mlp.gate.weight`, as
+            Qwen3-MoE and DeepSeek call them, or these weights are of no float dtype.
     """
     tensors = {tensor.name: tensor for tensor in _tensors(directory)}
     digests = []
@@ -100,7 +100,7 @@ class _Tensor(NamedTuple):
     """A tensor of a directory.
 
     Attributes:
-        kind: "adapter" or "". Some adapters call their tensors as the model does.
+        kind: "adapter" in an adapter's file, else "". Some adapters name tensors as the model does.
     """
 
     kind: str
@@ -119,7 +119,7 @@ def _tensors(directory: Path) -> list[_Tensor]:
 
 
 def _entry(tensor: _Tensor) -> list[Any]:
-    """What the stamp covers of a tensor; the digest is that of its bytes."""
+    """What the stamp covers of a tensor: kind, name, dtype, shape and the digest of its bytes."""
     import torch
 
     with _opened(tensor.path) as file:

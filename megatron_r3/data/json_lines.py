@@ -14,7 +14,7 @@ def append_line(file: Path, value: dict[str, Any]) -> None:
     """Append a JSON object as a line of its own.
 
     A writer that was killed may have left half a line: then the object begins a new line. Example:
-    after `{"a": 1}` and the half `{"a":` the object {"a": 2} becomes the third line.
+    after `{"a": 1}` and the half line `{"a":` the object `{"a": 2}` becomes the third line.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a+b") as opened:

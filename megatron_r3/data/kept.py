@@ -24,8 +24,8 @@ import numpy as np
 
 from megatron_r3.data.values import MOST_TOKEN_ID
 
-# A token that alone was kept has the log-prob 0. An engine's rounding changes that by far less than
-# this; log-probs over the whole vocabulary differ, in a response of some length, by far more.
+# A token that is alone in its kept set has the log-prob 0; an engine's rounding moves it by far
+# less than 1e-3. Log-probs over the whole vocabulary are, somewhere in a response, much smaller.
 _OF_ONE_TOKEN = 1e-3
 
 
@@ -63,7 +63,7 @@ class KeptSets:
 
     @classmethod
     def joined(cls, parts: Sequence[KeptSets]) -> KeptSets:
-        """The tokens of all parts, one part after the other."""
+        """The sets of all parts, one part after the other."""
         return cls(
             np.concatenate([part.sizes_N for part in parts]),
             np.concatenate([part.ids_V for part in parts]),
@@ -86,7 +86,7 @@ class KeptSets:
         """
         there = tokens >= 0
         if not there.any():  # N may be 0 then, so no index is possible
-            return KeptSets(np.zeros(len(tokens), np.int32), np.zeros(0, np.int32))
+            return KeptSets.none(len(tokens))
         sizes = np.where(there, self.sizes_N[tokens], 0).astype(np.int32)
         starts = np.where(there, self.offsets[tokens], 0)
         # Example: sets of 2 and 3 ids begin at 7 and 0 in ids_V, and at 0 and 2 in the result. The
@@ -106,8 +106,8 @@ class KeptSets:
         Args:
             tokens_N: the ids of the tokens themselves.
             sampled_N: bool, which tokens were sampled.
-            logprobs_N: of each sampled token, normalised over its set.
-            vocab_size: of the sampler; None or 0 if it is not known.
+            logprobs_N: the log-prob of each sampled token, normalised over its set.
+            vocab_size: that of the sampler; None or 0 if it is not known.
         """
         if wrong := self._wrong_sizes(sampled_N):
             return wrong
@@ -115,7 +115,7 @@ class KeptSets:
         if wrong := self._wrong_ids(owner_V, vocab_size):
             return wrong
         drawn = owner_V[self.ids_V == tokens_N[owner_V]]
-        if len(drawn) != int(sampled_N.sum()):  # no set has its token twice: `_wrong_ids`
+        if len(drawn) != int(sampled_N.sum()):  # `_wrong_ids` refuses a set with an id twice
             token = int(np.setdiff1d(np.flatnonzero(sampled_N), drawn)[0])
             return f"token {token}: its kept set lacks its own id {int(tokens_N[token])}"
         other = (self.sizes_N == 1) & (logprobs_N < -_OF_ONE_TOKEN)

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar, overload
 T = TypeVar("T")
 
 
-class lazy(Generic[T]):  # a decorator
+class lazy(Generic[T]):
     """Like `functools.cached_property`, which before Python 3.12 has one lock for all objects.
 
     A process that is forked while another thread holds that lock would wait for it forever. Without
@@ -24,7 +24,7 @@ class lazy(Generic[T]):  # a decorator
     @overload
     def __get__(self, thing: object, kind: type) -> T: ...
     def __get__(self, thing: object | None, kind: type) -> lazy[T] | T:
-        """Compute the value, and keep it in the object, where Python finds it without this call."""
+        """Compute the value, and keep it in `vars(thing)`, where Python finds it the next time."""
         if thing is None:
             return self
         value = self.function(thing)

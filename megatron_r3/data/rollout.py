@@ -20,14 +20,14 @@ from megatron_r3.data.values import wrong_logprob, wrong_name, wrong_reward, wro
 from megatron_r3.replay.routes import Routes
 from megatron_r3.replay.words import must_be, quoted
 
-# A decoder knows neither reward nor policy version, and sets these. A store refuses NaN and -1, so
-# such a rollout is never trained on by mistake.
+# A decoder knows neither reward nor policy version, and sets these two values. A store refuses NaN
+# and -1, so a rollout without reward or version is never trained on by mistake.
 UNREWARDED = float("nan")
 UNKNOWN_POLICY = -1
 
 
 class RolloutError(ValueError):
-    """A rollout that no store may hold; the message names the field and the token."""
+    """A rollout that no store may hold; the message names the wrong field or token."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,11 @@ class Rollout:
         logprobs_N: float32, the sampler's log-probability of each sampled token, 0 on all others.
         reward: of the whole response; `UNREWARDED` (NaN) when it comes from a decoder.
         group: a number that the rollouts of one prompt share: GRPO normalises rewards inside a
-            group. It is unique inside one directory and policy version; a decoder sets the index of
-            the prompt in its request.
+            group. The number is unique inside one directory and policy version; a decoder sets the
+            index of the prompt in its request.
         policy_version: which policy sampled; `UNKNOWN_POLICY` (-1) when it comes from a decoder.
-        routes: `[L, N - 1, K]`; the last token has no row, because the engine never forwarded it.
+        routes: `[layers, N - 1, topk]`; the last token has no row, because the engine never
+            forwarded it.
         sample: the number of the rollout inside its group. Group, sample and policy version
             together name a rollout.
         turns_U2: first token and end of each sampled span; None if the spans are the runs of
@@ -87,14 +88,14 @@ class Rollout:
         return int(self.spans_U2[0, 0]) if len(self.spans_U2) else len(self.tokens_N)
 
     def check(self, where: str, vocab_size: int = 0) -> None:
-        """Refuse impossible values, and a rollout without group, version or reward.
+        """Refuse impossible values, and a rollout without policy version or reward.
 
         Args:
             where: what the error calls the rollout.
-            vocab_size: of the sampler; 0 where it is not known.
+            vocab_size: that of the sampler; 0 if it is not known.
 
         Raises:
-            RolloutError: naming `where` and the field, and the token where there is one.
+            RolloutError: naming `where` and the wrong field or token.
         """
         wrong = self._wrong_name() or self.wrong_parts(vocab_size)
         if wrong is None and (reason := wrong_reward(self.reward)):
@@ -107,10 +108,11 @@ class Rollout:
     def wrong_parts(self, vocab_size: int = 0) -> str | None:
         """Which field is impossible, and why; None if none is.
 
-        Name, reward and advantage are not checked: a decoder, which has none, calls this too.
+        Name, reward and advantage are not checked, because a decoder, which does not know them,
+        calls this method too.
 
         Args:
-            vocab_size: of the sampler; 0 where it is not known.
+            vocab_size: that of the sampler; 0 if it is not known.
         """
         num_tokens = len(self.tokens_N)
         if num_tokens < 2:
@@ -125,7 +127,7 @@ class Rollout:
                 f"{num_tokens - 1} (every token but the last is forwarded once)"
             )
         if not np.issubdtype(np.asarray(self.tokens_N).dtype, np.integer):
-            return f"tokens_N are whole numbers; got {np.asarray(self.tokens_N).dtype}"
+            return f"tokens_N must be whole numbers; got {np.asarray(self.tokens_N).dtype}"
         return wrong_values(
             np.asarray(self.tokens_N),
             np.asarray(self.response_N, bool),
@@ -140,7 +142,7 @@ class Rollout:
     def _wrong_name(self) -> str | None:
         for name in ("policy_version", "group", "sample", "prompt_digest"):
             try:
-                operator.index(getattr(self, name))  # numpy's whole numbers are welcome
+                operator.index(getattr(self, name))  # takes numpy's whole numbers too
             except TypeError:
                 return must_be(name, "a whole number", getattr(self, name))
         if wrong := wrong_name(self.policy_version, self.group, self.sample):
@@ -160,9 +162,9 @@ def wrong_values(
     kept: KeptSets | None,
     vocab_size: int,
 ) -> str | None:
-    """Why no rollout has these values, whose shapes fit each other; None if one can have them.
+    """Why no rollout can have these values; None if a rollout can.
 
-    The arguments are those of `Rollout`; `sampled_N` is its `response_N`.
+    The arguments are fields of `Rollout` whose shapes fit each other; `sampled_N` is `response_N`.
     """
     if wrong := wrong_token(tokens_N, vocab_size):
         return f"token {wrong[0]} {wrong[1]}"
@@ -210,7 +212,8 @@ def versions_of(
     """The policy version that sampled each token, int64 `[N]`; -1 for tokens not sampled."""
     if versions_C2 is None:
         return np.where(sampled_N, policy_version, -1)
-    # How many spans have begun at each token. Example: spans from 3 and 5 on, 0 0 0 1 1 2 2.
+    # How many spans have begun at each token. Example: with spans that begin at the tokens 3 and 5,
+    # the tokens 0 to 6 have 0 0 0 1 1 2 2.
     begun_N = np.searchsorted(versions_C2[:, 0], np.arange(len(sampled_N)), side="right")
     return np.where(sampled_N, versions_C2[np.maximum(begun_N - 1, 0), 1], -1)
 
@@ -220,7 +223,7 @@ def wrong_logprobs(logprobs_N: np.ndarray, response_N: np.ndarray) -> tuple[int,
 
     Args:
         logprobs_N: float, one for each token.
-        response_N: bool; the log-probs of tokens that were not sampled are 0.
+        response_N: bool; the log-probs of tokens that were not sampled must be 0.
     """
     sampled = np.flatnonzero(response_N)
     if wrong := wrong_logprob(logprobs_N[sampled]):
@@ -242,9 +245,9 @@ def turns_of(response_N: np.ndarray) -> np.ndarray:
 def sampled_tokens(turns_U2: np.ndarray, num_tokens: int) -> np.ndarray | None:
     """Which tokens these turns cover, bool `[N]`.
 
-    None if the turns are out of order or overlap, or one is empty or outside of the tokens.
+    None if the turns are out of order or overlap, or if a turn is empty or outside of the tokens.
     """
-    # [[2, 4], [5, 6]] is 2 4 5 6: the step from 4 to 5 may be 0, if two turns touch
+    # [[2, 4], [5, 6]] is 2 4 5 6; the step from an end (4) to the next first token (5) may be 0
     bounds = turns_U2.reshape(-1)
     ordered = (turns_U2[:, 0] < turns_U2[:, 1]).all() and (np.diff(bounds)[1::2] >= 0).all()
     if not ordered or (len(bounds) and (bounds[0] < 0 or bounds[-1] > num_tokens)):

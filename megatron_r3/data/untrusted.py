@@ -1,4 +1,4 @@
-"""What comes from outside: JSON of bounded size and depth.
+"""Reads JSON from outside, up to a bounded size and depth.
 
 Responses of servers, headers of shards, model configs and lines of prompts are written by somebody
 else. Python's own JSON parser recurses once for each bracket, so a long run of brackets can exhaust
@@ -45,9 +45,9 @@ def _depth(data: bytes) -> int:
     """An upper bound on how deep brackets are nested, which is how deep a parser would recurse.
 
     Example: of `{"a]": [[1], 2]}` the marks are `{"]"[[]]}`. An odd number of quotes stands before
-    the first `]`, so it is text. The others are steps +1 +1 +1 -1 -1 -1, whose highest running sum
-    is 3. Backslashes go first, in pairs and then with the quote that they escape: `\\\\` is a
-    backslash and ends nothing, `\\"` is a quote inside of a string.
+    the first `]`, so it is text. The other marks are steps +1 +1 +1 -1 -1 -1, whose highest running
+    sum is 3. Escapes are removed before that: first each `\\\\`, which is a backslash, then each
+    `\\"`, which is a quote inside of a string.
     """
     opened = data.count(b"[") + data.count(b"{")
     # Nearly every body returns here, even one of megabytes: base64 has no brackets.

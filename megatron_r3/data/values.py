@@ -1,8 +1,8 @@
 """Which log-probs, rewards, token ids, counts and names a rollout can have.
 
-This is the one place that says so: collecting, converting, storing, verifying and training all ask
-here. Each function returns in a few words what is wrong, or None if nothing is. The caller, who
-knows the file, the rollout or the request, raises the error.
+Collecting, converting, storing, verifying and training all call these functions. Each function
+returns in a few words what is wrong, or None if nothing is. The caller, who knows the file, the
+rollout or the request, raises the error.
 
 Shape suffixes (docs/glossary.md): N, G, M.
 """
@@ -23,7 +23,7 @@ MOST_LOGPROB = 1e-5
 VLLM_MINUS_INFINITY = -9999.0
 
 MOST_TOKEN_ID = 2**31 - 1
-MOST_TEXT = 200  # characters of an engine's name, a version, a model
+MOST_TEXT = 200  # characters of the name of an engine, a version or a model
 
 
 def wrong_logprob(logprobs_G: np.ndarray) -> tuple[int, str] | None:
@@ -67,7 +67,7 @@ def wrong_token(tokens_N: np.ndarray, vocab_size: int | None = None) -> tuple[in
 
 
 def wrong_reward(value: Any) -> str | None:
-    """Why this cannot be a reward, which is stored as float32."""
+    """Why `value` cannot be a reward, which is stored as float32; None if it can be."""
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
@@ -78,7 +78,7 @@ def wrong_reward(value: Any) -> str | None:
 
 
 def wrong_name(policy_version: int, group: int, sample: int) -> str | None:
-    """Why these three numbers cannot name a rollout."""
+    """Why these three numbers cannot name a rollout; None if they can."""
     for name, value, least in (
         ("policy_version", policy_version, 0),
         ("group", group, -(2**63)),
@@ -90,7 +90,7 @@ def wrong_name(policy_version: int, group: int, sample: int) -> str | None:
 
 
 def wrong_count(counts_M: np.ndarray, least: int, total: int) -> str | None:
-    """Why a tensor of `total` things cannot be divided among rollouts by these counts.
+    """Why a tensor of `total` things cannot be divided among rollouts by these counts; else None.
 
     Args:
         counts_M: int64, one for each rollout.
@@ -99,7 +99,7 @@ def wrong_count(counts_M: np.ndarray, least: int, total: int) -> str | None:
     """
     # Each count is compared with the total before anything is summed, because a sum of int64 wraps
     # around. Example: four counts of 2**62 and one of 5 add up to 5. A reader that trusts this 5
-    # would then write 2**62 numbers for the first rollout.
+    # would then make an array of 2**62 numbers for the first rollout.
     impossible_M = (counts_M < least) | (counts_M > total)
     if impossible_M.any():
         rollout = int(impossible_M.argmax())
@@ -112,7 +112,7 @@ def wrong_count(counts_M: np.ndarray, least: int, total: int) -> str | None:
 
 
 def wrong_text(value: Any) -> str | None:
-    """What the name of an engine, a version or a model must be, as words behind "must be"."""
+    """What `value`, the name of an engine, a version or a model, must be; None if it is that."""
     if not isinstance(value, str):
         return f"a text; got {type(value).__name__}"
     if len(value) > MOST_TEXT:

@@ -45,7 +45,7 @@ def kept_sets(lists: Any, name: str, prompt_length: int, num_sampled: int) -> Ke
 
 
 def version_spans(spans: Any, num_sampled: int) -> np.ndarray | None:
-    """The version of the weights that sampled each token, int64 `[G]`.
+    """The version of the weights that sampled each token: an int64 for each sampled token.
 
     Example: `[{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 3}]` is
     3 3 4.
@@ -53,7 +53,7 @@ def version_spans(spans: Any, num_sampled: int) -> np.ndarray | None:
     Args:
         spans: `weight_versions` of vLLM (0.32) and SGLang (0.5.23); start and end count sampled
             tokens. None gives None, as do versions that are no whole numbers, e.g. "default".
-        num_sampled: G.
+        num_sampled: how many tokens were sampled.
 
     Raises:
         EngineError: several spans that do not follow each other from the first token to the last.

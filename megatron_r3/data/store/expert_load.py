@@ -14,7 +14,7 @@ from megatron_r3.replay.rows import count_tokens
 
 
 def expert_load(store: RolloutStore, rollout: int) -> np.ndarray:
-    """How many recorded rows of a rollout take each expert, int64 `[L, E]`.
+    """How many recorded rows of a rollout take each expert, int64 `[layers, experts]`.
 
     Raises:
         StoreError: the shard is damaged or was changed, or an id is out of range.
@@ -27,10 +27,10 @@ def expert_load(store: RolloutStore, rollout: int) -> np.ndarray:
 def count_recorded(
     ids_LTK: np.ndarray, recorded_T: np.ndarray, num_experts: int, where: str
 ) -> np.ndarray:
-    """How many recorded rows take each expert, int64 `[L, E]`.
+    """How many recorded rows take each expert, int64 `[layers, experts]`.
 
     Args:
-        where: the file or folder, for the error.
+        where: what the error calls the data, a file or a folder.
 
     Raises:
         StoreError: an id is out of range.

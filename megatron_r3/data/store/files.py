@@ -1,4 +1,4 @@
-"""The files of a store: which of them are shards, and a shard's file kept open while it is used.
+"""Finds the shards in the directory of a store, and keeps a shard's file open while it is used.
 
 Shards are called `shard-NNNNN.safetensors` and are numbered 0, 1, 2 ... without a gap. The number
 stands in the name and in the header, so a shard that is missing, renamed or copied is noticed.
@@ -23,8 +23,8 @@ from megatron_r3.data.store.schema import StoreError
 
 POLL_S = 0.2  # seconds between two checks for something that is waited for
 SHARD_GLOB = "shard-[0-9]*.safetensors"
-# Each number has exactly one name: 7 is 00007 and never 000007, so five digits or, from 100000 on,
-# more without a leading zero.
+# Each number has exactly one name: it has five digits or, from 100000 on, more digits without a
+# leading zero. So 7 is 00007 and never 000007.
 _NAME = re.compile(r"shard-([0-9]{5}|[1-9][0-9]{5,8})\.safetensors")
 
 
@@ -54,8 +54,8 @@ def listed_shards(directory: Path, but: Set[str] = frozenset()) -> list[int]:
     A directory that is not there has none: a sampler may make it later.
 
     Args:
-        but: file names to leave out: whoever lists a directory of 10,000 shards again and again
-            passes the names that it knows.
+        but: file names to leave out: a caller that lists a directory of 10,000 shards again and
+            again passes the names that the caller knows.
 
     Raises:
         StoreError: a safetensors file has another name, so nobody knows which shard it is; or the
@@ -76,7 +76,7 @@ def listed_shards(directory: Path, but: Set[str] = frozenset()) -> list[int]:
 
 
 def shards_in_order(directory: Path) -> range:
-    """The numbers of the shards of a directory that is complete: all from 0 to the largest.
+    """The numbers of the shards of a directory, which must be all from 0 to the largest one.
 
     Raises:
         StoreError: a number is missing, or a safetensors file has another name.
@@ -139,7 +139,7 @@ class HeldFile:
     def read(self, into: np.ndarray, offset: int) -> np.ndarray:
         """Fill an array with the bytes from `offset` on, and return it.
 
-        Nothing is compared with a checksum here: the caller does that.
+        The caller compares the bytes with their checksum; this method does not.
 
         Args:
             into: C-contiguous, of any dtype.

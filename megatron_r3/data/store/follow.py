@@ -28,13 +28,13 @@ from megatron_r3.data.store.shard import LATE_S, Shard
 CheckShard = Callable[[Shard], None]  # raises a ValueError for a shard that it refuses
 
 
-# The new shards, None if there are none; and words for a message: which shard is missing although a
-# later one is there, or "".
+# The new shards, or None; and words for a message that say which shard is missing although a later
+# shard is there, or "".
 News = tuple[Index | None, str]
 
 
 class Arrivals(Protocol):
-    """A source of new shards: this process lists the directory, or hears from one that does."""
+    """A source of new shards: a list of the directory, or messages of a process that lists it."""
 
     def news(self) -> News:
         """The shards that have come since the last call, in order.
@@ -51,7 +51,7 @@ class Lookout:
     Args:
         directory: a store whose policy versions never go back from shard to shard. It may be
             missing.
-        mixed_policies: as of RolloutStore.
+        mixed_policies: see RolloutStore.
         check: called with every new shard; raises a ValueError for one that it refuses.
         late_s: how long to wait for a file whose name is listed but which cannot be opened yet, at
             most `LATE_S`.
@@ -76,8 +76,8 @@ class Lookout:
     def news(self) -> News:
         """The shards that have come since the last call, in order.
 
-        A call that meets a wrong shard returns the new shards before it. If there are none, it
-        raises.
+        A call that meets a wrong shard returns the new shards before this shard. If there are no
+        new shards before it, the call raises.
 
         Raises:
             StoreError: as in Arrivals.
@@ -197,10 +197,10 @@ class FollowedStore(RolloutStore):
     and `routes` if a row id lies behind the known shards.
 
     Args:
-        directory: of the store.
+        directory: the store's directory.
         wait_s: how long `wait_for` waits for the next shard.
         arrivals: tells which shards have come.
-        index: of the shards that are known already; None for none.
+        index: the shards that are known already; None for none.
     """
 
     def __init__(
@@ -242,11 +242,11 @@ class FollowedStore(RolloutStore):
     def wait_for(self, rollout: int) -> None:
         """Wait until the store has the rollout of this index.
 
-        Each new shard restarts the wait: even the last rollout of a collection that takes an hour
-        is waited for, as long as the sampler goes on.
+        Each new shard restarts the wait. So a collection may take an hour, if the next shard always
+        comes within `wait_s`.
 
         Raises:
-            StoreError: the rollout is not there, and no shard came for `wait_s`; or what comes
+            StoreError: the rollout is not there, and no shard came within `wait_s`; or a new shard
                 cannot be used.
         """
         awaited = f"rollout {rollout}" if self.shards else "the first shard"
@@ -268,7 +268,7 @@ class FollowedStore(RolloutStore):
             time.sleep(POLL_S)
 
     def shards_of(self, rows: np.ndarray) -> list[int]:
-        """As in RolloutStore, after waiting for the shard of a row behind the known ones.
+        """The shards of these row ids; waits first if a row lies behind the known shards.
 
         Example: a dataloader worker knows shard 5 and sends row ids of it; this process, which
         knows shards 0 to 4, looks for shard 5 when it gets these row ids.

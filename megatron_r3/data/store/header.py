@@ -2,8 +2,8 @@
 
 Somebody else may have written the file, so nothing in it is believed before it is checked: every
 number is a whole number within a range, the tensors fill the file without overlap or hole, and the
-shapes of the tensors fit each other. Afterwards a tensor's bytes can be read by their place, and
-reading takes no more memory than the file is long.
+shapes of the tensors fit each other. Afterwards a tensor's bytes can be read by their position
+(`Entry`), and reading takes no more memory than the file is long.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ PER_ROLLOUT = {
     **dict.fromkeys(("policy_version", "prompt_digest", "sample"), "I64"),
     **dict.fromkeys(("advantage", "reward"), "F32"),
 }
-# pairs of numbers, by the tensor that says how many pairs a rollout has
+# The tensors of pairs, each with the tensor that says how many pairs a rollout has
 PAIRS = {"turns": "num_turns", "versions": "num_versions"}
-IN_MEMORY = (*PER_ROLLOUT, *PAIRS)  # of an open shard, while all other tensors stay in the file
+IN_MEMORY = (*PER_ROLLOUT, *PAIRS)  # all other tensors of a shard stay in its file
 PER_TOKEN = {"tokens": "I32", "response": "U8", "logprobs": "F32", "recorded": "U8"}
 KEPT = {"kept_sizes": "I32", "kept_ids": "I32"}  # only if a rollout of the shard has kept sets
 # The tables of part sums: checksums of each 64 tokens of a rollout (`part_sums.py`). COLUMNS has
@@ -85,10 +85,10 @@ class Header:
 
     Attributes:
         entries: where each tensor lies.
-        crc32: of each tensor's bytes.
+        crc32: by name, the CRC-32 of each tensor's bytes.
         recorded_rows: how many rows have routes.
         identity: 16 hex digits of the SHA-256 of the header's text. The text holds the checksums of
-            all tensors, so two shards of one identity have the same content.
+            all tensors, so two shards with the same identity have the same content.
     """
 
     info: StoreInfo
@@ -104,10 +104,10 @@ class Header:
 
 
 def mask_of(crc32: Mapping[str, int]) -> int:
-    """The number that is XORed into all part sums of a shard; it differs between shards.
+    """The number that is XORed into all part sums of a shard (`part_sums.py` says why).
 
     Args:
-        crc32: of each tensor; the tables of part sums do not count.
+        crc32: by name, the CRC-32 of each tensor; those of the tables of part sums do not count.
     """
     names = sorted(crc32.keys() - COLUMNS.keys())
     return zlib.crc32(np.array([crc32[name] for name in names], "<u4").tobytes())

@@ -41,9 +41,9 @@ class Index(Sequence[Shard]):
     """All shards of a store: a `Shard` is made when it is asked for, and opened when it is read.
 
     Attributes:
-        directories: of the store, as they were named.
-        resolved: the same without symbolic links, so that two names of one directory are equal.
-        infos: the different infos of the shards.
+        directories: the store's directories, as they were named.
+        resolved: these directories without symbolic links, so two names of one directory are equal.
+        infos: each info that a shard has, once.
         table: a record for each shard, with indices into `directories` (`folder`) and `infos`
             (`info`).
         columns: by name, the tensors that have a value or pairs for each rollout, those of all
@@ -136,7 +136,7 @@ class Index(Sequence[Shard]):
     @overload
     def __getitem__(self, number: slice) -> Sequence[Shard]: ...
     def __getitem__(self, number: int | slice) -> Shard | Sequence[Shard]:
-        """One shard or several."""
+        """The shard of this number, or the shards of a slice."""
         if isinstance(number, slice):
             return [self[place] for place in range(*number.indices(len(self)))]
         place = range(len(self))[number]
@@ -179,10 +179,11 @@ class Index(Sequence[Shard]):
         return {name: 2 * start_M[self.first_rollout] for name, start_M in starts.items()}
 
     def groups(self) -> np.ndarray:
-        """One number for each rollout, the same for rollouts of one prompt: int64 `[M]`.
+        """One number for each rollout, int64 `[M]`, the same for the rollouts of one group.
 
-        The group numbers of a store count inside one directory and policy version. Two collections
-        may both begin at 0, so directory, version and group together say which prompt it was.
+        A store's `group` numbers count inside one directory and policy version, and two collections
+        may both begin at 0. So two rollouts are of one group if directory, version and `group` are
+        the same.
         """
         if "groups" not in self.columns:
             folder_M = np.repeat(self.table["folder"], self.table["rollouts"])

@@ -1,4 +1,4 @@
-"""Whether the shards of a store belong together: one model, no copy, no rollout twice.
+"""Checks that the shards of a store belong together: one model, no copy, no rollout twice.
 
 Shape suffixes (docs/glossary.md): M.
 """
@@ -34,10 +34,10 @@ def without_collector() -> Iterator[None]:
 
 
 class Kinship:
-    """Whether the shards of a store belong together: one model, and no copy.
+    """Checks that the shards of a store are of one model, and that no shard is there twice.
 
     Args:
-        mixed_policies: as of RolloutStore.
+        mixed_policies: see RolloutStore.
     """
 
     def __init__(self, mixed_policies: bool) -> None:
@@ -89,7 +89,7 @@ class Versions:
     """Checks shards with a policy stamp: the same weights must not have two policy versions.
 
     Example: a sampler never got the weights of version 1. Its next shard says version 1, and has
-    the stamp of version 0. Whoever believes the version takes old rollouts for new ones.
+    the stamp of version 0. A reader that believes the version takes old rollouts for new ones.
 
     Args:
         is_right: called with a shard that gives a second version to the same weights; True if that
@@ -146,7 +146,7 @@ class Names:
             others: the shards that were added.
 
         Raises:
-            StoreError: naming both.
+            StoreError: naming both rollouts.
         """
         folder, here, names = shard.path.parent, set[bytes](), _names(shard)
         self._checked, taken = names, self._taken.get(folder, set())
@@ -170,10 +170,10 @@ class Names:
 
 
 def refuse_namesakes(shards: Sequence[Shard]) -> None:
-    """Refuse the first rollout that has the name of another one.
+    """Refuse the first rollout whose name an earlier rollout of its directory has.
 
     Raises:
-        StoreError: naming both.
+        StoreError: naming both rollouts.
     """
     names = Names()
     for place, shard in enumerate(shards):

@@ -1,7 +1,7 @@
 """How a shard gets its name: by link(), which never replaces a file that has the name already.
 
-A name that is given by rename() would replace another writer's shard, and a file that is made under
-its own name would be seen before it is whole. This file knows what file systems answer to link().
+rename() could replace another writer's shard, and a file that is made under its final name would be
+seen before it is whole. Some file systems have no link(): then an error says so.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NO_DIRECTORY_SYNC = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSY
 
 
 def check_links(directory: Path) -> None:
-    """Find out before hours of sampling whether the file system can give a shard its name.
+    """Refuse a directory in which no shard can get its name, before hours of sampling.
 
     Raises:
         StoreError: it cannot link().

@@ -1,10 +1,10 @@
 """The checksums of a shard's tensors and of parts of its rollouts, compared with what is read.
 
-A rank may read only some tokens of a rollout, as it does with context parallelism. So each
-64 tokens of a rollout are a part, and a part has a checksum (its sum) for each layer of `routes`
-and for each tensor with a value for each token. The sums are tables in the file: a row for each
-part, with the sums of all layers or tensors. So one read brings the sums of parts that follow each
-other. Example: rollouts of 65 and 3 tokens have the parts
+With context parallelism a rank reads only some tokens of a rollout. So each 64 tokens of a rollout
+are a part, and a part has a checksum (its sum) for each layer of `routes` and for each tensor with
+a value for each token. The file has tables of the sums, with a row for each part; a row has the
+sums of all layers or tensors. One read brings the sums of parts that follow each other. Example:
+rollouts of 65 and 3 tokens have the parts
 
     part                0       1      2
     its tokens       0-63      64  65-67      of the shard
@@ -45,7 +45,7 @@ _RECORDED = [*PER_TOKEN].index("recorded")  # its column of TOKEN_SUMS
 
 
 def starts_of(counts_M: np.ndarray) -> np.ndarray:
-    """Where each of M things begins, and where the last one ends: counts 3 2 give 0 3 5."""
+    """Where each of M things begins, and where the last thing ends: counts 3 2 give 0 3 5."""
     return np.concatenate([[0], np.cumsum(counts_M, dtype=np.int64)])
 
 
@@ -83,12 +83,13 @@ def part_sums(lines: np.ndarray, num_tokens: int) -> np.ndarray:
 
 
 def _sums(words: np.ndarray) -> np.ndarray:
-    """The sum of the words of the last axis; one call for all parts, while other threads can run.
+    """The sum of the words of the last axis, in one call for all parts; other threads can run.
 
     Each word is multiplied by a number that depends on its place, and of the 64-bit sum of the
-    products the upper 32 bits are kept: "Multilinear" of Lemire and Kaser, Strongly universal
-    string hashing is fast (arXiv 1202.4961). A wrong part has the right sum with a chance of about
-    2**-32. A CRC-32 call for each part took twice as long, and no other thread ran meanwhile.
+    products the upper 32 bits are kept. This is "Multilinear" of Lemire and Kaser, Strongly
+    universal string hashing is fast (arXiv 1202.4961). A wrong part has the right sum with a chance
+    of about 2**-32. A CRC-32 call for each part took twice as long, and no other thread ran
+    meanwhile.
     """
     # tables of multipliers have a power of two as size, so few are cached: 100 words use 128
     multipliers = _multipliers(1 << (words.shape[-1] - 1).bit_length())[: words.shape[-1]]
@@ -109,7 +110,8 @@ def sums_of(lines: np.ndarray, num_tokens_M: np.ndarray, *, of_rows: bool = Fals
 
     Args:
         lines: `[L, sum N, ...]`, or `[L, T, ...]` with `of_rows`.
-        num_tokens_M: of each rollout.
+        num_tokens_M: the number of tokens of each rollout.
+        of_rows: whether a rollout of N tokens has N - 1 rows in `lines`.
     """
     starts = starts_of(num_tokens_M - of_rows).tolist()
     each = zip(pairwise(starts), num_tokens_M.tolist(), strict=True)
@@ -135,7 +137,9 @@ class PartSums:
     """Compares what is read of one shard with the sums of its parts; StoreErrors name the file.
 
     Args:
-        num_tokens_M: of each rollout.
+        file: the shard's file.
+        header: the shard's header.
+        num_tokens_M: the number of tokens of each rollout.
     """
 
     def __init__(self, file: HeldFile, header: Header, num_tokens_M: np.ndarray) -> None:
@@ -160,8 +164,9 @@ class PartSums:
         """Refuse rows that are not as they were stored.
 
         Args:
-            layers: those of `read_LTK`.
-            begin: the first row; the first and the last row are as `widened` says.
+            layers: the layers of `read_LTK`.
+            begin: the first row.
+            read_LTK: rows that begin and end as `widened` says.
             recorded_T: the same rows of `recorded`, as stored.
         """
         stop = begin + len(recorded_T)
@@ -182,8 +187,9 @@ class PartSums:
         """Refuse parts of a rollout whose sums are not those in the file.
 
         Args:
+            table: the table of sums in the file.
             columns: of the table, one for each layer or tensor that was read.
-            part: the first part that was read.
+            part: the first of the compared parts of the rollout.
             found: the sums of what was read, uint32 `[len(columns), parts]`.
         """
         first, entry = int(self.part_start_M[rollout]) + part, self.header.entries[table]
@@ -199,7 +205,7 @@ class PartSums:
         """Compare all parts of one PER_TOKEN tensor, or of some layers of `routes`.
 
         Args:
-            lines: the whole tensor, `[1, N]`; or the layers, `[L, T, K]`, from `layer` on.
+            lines: the whole tensor, `[1, N]`; or the layers, `[L, T, topk]`, from `layer` on.
             stored: the whole table that has the sums.
         """
         table, first = (

@@ -39,8 +39,8 @@ class RolloutStore:
         index: all shards, in a form that can be sent to other processes.
 
     Raises:
-        StoreError: no shard, a damaged shard, one that is missing or there twice, a rollout that is
-            there twice, or stores that do not belong together.
+        StoreError: there is no shard; a shard is damaged, missing or there twice; a rollout is
+            there twice; or the stores do not belong together.
     """
 
     index: Index
@@ -75,7 +75,7 @@ class RolloutStore:
 
     @classmethod
     def told(cls, index: Index) -> RolloutStore:
-        """A store of an index that this or another process made; a shard is opened when read."""
+        """The store of an index that this or another process made; a shard is opened when read."""
         store = cls.__new__(cls)
         store.directories = [Path(directory) for directory in index.directories]
         store.index = index
@@ -144,12 +144,12 @@ class RolloutStore:
         return f"{shard.path}: rollout {index}"
 
     def row_ids(self, rollout: int) -> np.ndarray:
-        """The row ids of a rollout's tokens but the last, int64 `[N - 1]`."""
+        """The row ids of all of a rollout's tokens but the last, int64 `[N - 1]`."""
         shard, index, first = self._find(rollout)
         return np.arange(shard.row_start_M[index], shard.row_start_M[index + 1]) + first
 
     def fields(self, rollout: int) -> dict[str, np.ndarray]:
-        """tokens int32, response bool, logprobs float32, recorded bool; routes are not read.
+        """A rollout's `tokens` int32, `response` bool, `logprobs` float32 and `recorded` bool.
 
         Raises:
             StoreError: the shard is damaged, or was changed since it was opened.
@@ -161,7 +161,7 @@ class RolloutStore:
         return fields | {name: fields[name].astype(bool) for name in ("response", "recorded")}
 
     def column(self, name: str) -> np.ndarray:
-        """A value for each rollout: reward, group, sample, policy_version, num_tokens, ...
+        """One tensor with a value for each rollout: reward, group, sample, policy_version, ...
 
         Raises:
             StoreError: `advantage` is asked for, and a rollout has none; the message names it.
@@ -180,11 +180,11 @@ class RolloutStore:
         return float(self.index.table["recorded_rows"].sum() / self.index.first_row[-1])
 
     def groups(self) -> np.ndarray:
-        """One number for each rollout, the same for rollouts of one prompt: int64 `[M]`."""
+        """One number for each rollout, int64 `[M]`, the same for the rollouts of one group."""
         return self.index.groups()
 
     def rollout(self, rollout: int) -> Rollout:
-        """One rollout, whole, its routes read and checked."""
+        """One whole rollout; its routes are read and checked."""
         shard, index, _ = self._find(rollout)
         fields = self.fields(rollout)
         rows_T = np.arange(shard.row_start_M[index], shard.row_start_M[index + 1])
@@ -331,7 +331,7 @@ class RolloutStore:
         return found
 
     def locate(self, row: int) -> tuple[int, int]:
-        """The rollout of a row id, and the token in it."""
+        """The rollout that a row id belongs to, and the token of the row in this rollout."""
         shards = self.index
         first_rollout, first_row = shards.first_rollout, shards.first_row
         number = int(np.searchsorted(first_row, row, side="right")) - 1

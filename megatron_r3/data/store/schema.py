@@ -22,15 +22,15 @@ class StoreError(ValueError):
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How the engine drew tokens; a setting that is not known is None.
+    """How the engine drew tokens; None stands for a setting that is not known.
 
     Attributes:
         temperature: what the logits were divided by.
         top_p, top_k, min_p: what the distribution was cut off by; top_k 0 cuts nothing off.
         max_tokens: the length at which a response was ended.
-        logprobs_of: the distribution whose log-probs the store has: "raw" is at temperature 1 over
-            the whole vocabulary; "processed" is the one that tokens were drawn from, with logits
-            divided by the temperature, normalised over the kept tokens.
+        logprobs_of: the distribution whose log-probs the store has. "raw" is at temperature 1 over
+            the whole vocabulary. "processed" is what tokens were drawn from: logits are divided by
+            the temperature, and normalised over the kept tokens.
     """
 
     temperature: float | None = None
@@ -64,7 +64,7 @@ class SamplingSettings:
             )
 
     def unknown_to_the_loss(self, has_kept: bool = False) -> list[str]:
-        """The settings with which the policy loss would be wrong.
+        """The settings, as words, with which the policy loss would be wrong.
 
         The loss divides the trainer's probability of a token by the sampler's; both must be of the
         same distribution. At a temperature other than 1 that needs "processed" log-probs, and where
@@ -165,7 +165,7 @@ class StoreInfo(MoEShape):
 
 
 def differences(there: StoreInfo, here: StoreInfo) -> list[str]:
-    """How two stores differ: a few words for each field that differs.
+    """How the infos of two stores differ: a few words for each field that differs.
 
     Example: `["topk 4 there, 2 here", "router of layer 3 0f.. there, 1b.. here (and 46 more)"]`.
     """

@@ -53,13 +53,13 @@ LOOK_BYTES = 1 << 14
 
 
 class Shard:
-    """A shard that was read and checked by this process (`Shard.look`), or by one that sent it.
+    """A shard that this process (`Shard.look`) or the process that sent it has read and checked.
 
     All reads are from the file that was opened, even if another file has its name by then.
 
     Args:
         path: of the file, which is opened when something in it is first asked for.
-        identity: as in `Header`. It differs for shards of different content.
+        identity: see `Header`; shards of different content have different identities.
         info: what its store says.
         recorded_rows: how many of its rows have routes.
         tensors: those that have a value or pairs for each rollout, by name (docs/rollout-store.md).
@@ -214,22 +214,22 @@ class Shard:
 
     @lazy
     def token_start_M(self) -> np.ndarray:
-        """`[M + 1]`, where each rollout's tokens begin, and where the last one's end."""
+        """`[M + 1]`: where each rollout's tokens begin, then the number of all tokens."""
         return starts_of(self.tensors["num_tokens"])
 
     @lazy
     def row_start_M(self) -> np.ndarray:
-        """`[M + 1]`, where each rollout's rows begin, and where the last one's end."""
+        """`[M + 1]`: where each rollout's rows begin, then the number of all rows."""
         return starts_of(self.tensors["num_tokens"] - 1)
 
     @lazy
     def kept_start_M(self) -> np.ndarray:
-        """`[M + 1]`, where each rollout's kept ids begin, and where the last one's end."""
+        """`[M + 1]`: where each rollout's kept ids begin, then the number of all kept ids."""
         return starts_of(self.tensors["num_kept"])
 
     @lazy
     def pair_start_M(self) -> Mapping[str, np.ndarray]:
-        """For `turns` and `versions`, `[M + 1]`, where each rollout's pairs begin, in pairs."""
+        """For `turns` and `versions`, `[M + 1]`: how many pairs lie before each rollout's pairs."""
         return {name: starts_of(self.tensors[count]) for name, count in PAIRS.items()}
 
     def locate_row(self, row: int) -> tuple[int, int]:
@@ -237,7 +237,7 @@ class Shard:
         return locate(self.row_start_M, row)
 
     def turns(self, rollout: int) -> np.ndarray:
-        """First token and end of each of a rollout's turns, int32 `[U, 2]`."""
+        """First token and end of each of a rollout's turns, int32 `[turns, 2]`."""
         return self._pairs("turns", rollout)
 
     def versions_C2(self, rollout: int) -> np.ndarray | None:
@@ -273,11 +273,11 @@ class Shard:
         value = float(self.tensors["advantage"][rollout])
         return None if np.isnan(value) else value
 
-    # Reading. Each of these but `read_layers` raises a StoreError if what is read is damaged, or
-    # was changed since the file was opened.
+    # Reading. Each of these methods but `read_layers` raises a StoreError if what it reads is
+    # damaged, or was changed since the file was opened.
 
     def read_tensor(self, name: str) -> np.ndarray:
-        """A whole tensor, compared with its checksum; for PER_TOKEN the error names the rollout."""
+        """A whole tensor, compared with its checksum; errors of PER_TOKEN name the rollout."""
         tensor, fits = read_tensor(self.file, self.header, name)
         if not fits:
             if name in PER_TOKEN:
@@ -286,7 +286,7 @@ class Shard:
         return tensor
 
     def read_tokens(self, rollout: int) -> dict[str, np.ndarray]:
-        """tokens, response, logprobs `[N]` and recorded `[N - 1]` of a rollout, as stored."""
+        """A rollout's `tokens`, `response`, `logprobs`, `[N]`, and `recorded`, `[N - 1]`."""
         found, sums = {}, []
         for name in PER_TOKEN:
             rows = name == "recorded"
@@ -389,8 +389,7 @@ class Shard:
 def newest_versions(tensors: Mapping[str, np.ndarray]) -> np.ndarray:
     """The newest policy version of each rollout, that of its last span: int64 `[M]`.
 
-    The oldest one is the rollout's `policy_version`. Where one policy sampled all of a rollout, the
-    two are the same.
+    If one policy sampled all of a rollout, this is the rollout's `policy_version`.
     """
     newest_M, counts_M = tensors["policy_version"].copy(), tensors["num_versions"]
     has_M = counts_M > 0

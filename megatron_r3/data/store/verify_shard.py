@@ -1,4 +1,4 @@
-"""Whether the values of a shard can be trained on: all of them, or those that were just read.
+"""Checks that values can be trained on: all values of a shard, or those that were just read.
 
 Shape suffixes (docs/glossary.md): C, K, L, M, T.
 """
@@ -31,7 +31,7 @@ class ReadChecks:
     """Checks of values as they are read from a shard that was not verified before.
 
     Checksums tell that the bytes are those that were written. These checks tell that the values can
-    be trained on, as `verify_shard` does for a whole shard.
+    be trained on; `verify_shard` makes them for a whole shard.
 
     Attributes:
         vocab_size: of the trainer; 0 where it is not known.
@@ -125,7 +125,7 @@ def verify_shard(
     checks: ReadChecks = ReadChecks(),
     thorough: bool = True,
 ) -> None:
-    """Read everything; check all sums and values, and that each row has distinct ids in range.
+    """Read all of a shard; check checksums and values, and the ids of each recorded row.
 
     Args:
         checks: what the trainer cannot take.

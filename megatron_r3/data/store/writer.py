@@ -53,9 +53,9 @@ def write_shard(directory: Path, info: StoreInfo, rollouts: Sequence[Rollout]) -
         The new file, `shard-NNNNN.safetensors`.
 
     Raises:
-        StoreError: a rollout whose shapes do not belong together or do not fit `info`, or one with
-            values that no rollout has; two of these rollouts with one name; a directory that lost a
-            shard; a file system without link().
+        StoreError: a rollout has shapes that do not belong together or do not fit `info`, or values
+            that no rollout has; two of these rollouts have one name; the directory lacks a shard;
+            or its file system has no link().
     """
     info.check(str(directory))
     _check_rollouts(str(directory), info, rollouts)
@@ -211,7 +211,7 @@ def _layers(rollouts: Sequence[Rollout]) -> Iterator[list[np.ndarray]]:
 
 
 def _masked(sums: np.ndarray, crc32: Mapping[str, int]) -> Iterator[list[np.ndarray]]:
-    """A table of part sums as it is stored; runs when all other tensors have been written."""
+    """A table of part sums as it is stored. `crc32` must have all other tensors by then."""
     yield [sums ^ np.uint32(mask_of(crc32))]
 
 

@@ -1,6 +1,7 @@
 """Whether recorded routes are those of their tokens: what differs, where, and why (docs/truth.md).
 
-numpy only. Nothing here runs a model: the live routes of the same tokens come from the caller.
+This subpackage needs numpy alone. It runs no model: the caller gives live routes of the same
+tokens.
 """
 
 from megatron_r3.data.truth.alarms import Alarm

@@ -1,4 +1,4 @@
-"""Alarms that need only shares of mismatch: rows of some kind differ more than their limit.
+"""Alarms from shares of mismatch alone: rows of some kind differ more than their limit allows.
 
 Training knows only these shares; `unwritten.py` and `misplaced.py` find more, but need the routes.
 Users soon ignore alarms that are often false, so each share is compared with the limit of
@@ -63,7 +63,7 @@ def table_alarms(
 
 
 def _prompts(found: Tables) -> Alarm | None:
-    """The alarm that rows of prompts differ more than others: old weights may have made them."""
+    """The alarm that rows of prompts differ more than rows of sampled tokens, or None."""
     limit = share_limit(found.prompts.rows, found.responses, "the share of sampled tokens")
     if not found.responses.rows or not limit.refuses(found.prompts.share):
         return None
@@ -78,7 +78,7 @@ def _prompts(found: Tables) -> Alarm | None:
 
 
 def _versions(found: Tables, model: str) -> Alarm | None:
-    """The alarm that the newest policy version differs more than an older one: normally less."""
+    """The alarm that rows of the newest policy version differ more than older rows, or None."""
     if not found.versions:
         return None
     newest = max(found.versions)

@@ -20,9 +20,9 @@ NO_TURN = -1
 class Compared:
     """A rollout and the live routes of its tokens.
 
-    Row t has the routes of token t. It counts for the turn and policy version of token t + 1, since
-    one forward pass makes row t and draws token t + 1. If token t + 1 was not sampled, row t is a
-    row of a prompt.
+    Row t has the routes of token t. Row t counts for the turn and policy version of token t + 1,
+    since one forward pass makes row t and draws token t + 1. If token t + 1 was not sampled, row t
+    is a row of a prompt.
 
     Attributes:
         rollout: with the recorded routes.
@@ -86,8 +86,9 @@ class Compared:
 
     @cached_property
     def part_T(self) -> np.ndarray:
-        """The part of the conversation of each row: 0 the prompt, 1 the first turn, 2 the text
-        before the second turn, 3 the second turn, and so on.
+        """The part of the conversation that each row is in.
+
+        0 is the prompt, 1 the first turn, 2 the text before the second turn, 3 the second turn, ...
         """
         begun_T = np.maximum.accumulate(self.turn_T) + 1
         part_T: np.ndarray = 2 * begun_T - (self.turn_T != NO_TURN)
@@ -101,8 +102,8 @@ class Compared:
         sampled = np.flatnonzero(version_T >= 0)
         if not len(sampled):
             return np.full(self.num_rows, rollout.policy_version)
-        # Example: rows 2 and 5 predict sampled tokens. For the rows 0 to 6, the next of these two
-        # has the index 0 0 0 1 1 1 1: behind the last one, the last one counts.
+        # Example: of the rows 0 to 6, only 2 and 5 predict a sampled token, so `sampled` is 2 5.
+        # The rows then get the versions of the rows 2 2 2 5 5 5 5: behind row 5 that of row 5.
         following_T = np.searchsorted(sampled, np.arange(self.num_rows))
         versions: np.ndarray = version_T[sampled[np.minimum(following_T, len(sampled) - 1)]]
         return versions

@@ -50,7 +50,7 @@ def examine(
     version from one of the model.
 
     Args:
-        compared: rollouts of one model; the more of them, the smaller the faults that show.
+        compared: rollouts of one model; with more rollouts, smaller faults are found.
         layers: what the MoE layers are called, in the order of the routes.
         model: what messages call the live side.
     """

@@ -13,7 +13,7 @@ from typing import NamedTuple
 # Without a fault, pushes and collections of a model in bfloat16 reach up to twice their median.
 FACTOR = 3.0
 # Shares of a MoE layer's routes. With a right engine in bfloat16, up to 0.2 of the routes differ
-# from those of transformers (docs/truth.md); with a wrong rotary kernel, 0.88 to 0.97 did.
+# from those of transformers (docs/truth.md); with a wrong rotary kernel 0.88 to 0.97 differ.
 MOST_ROUTES, ROOM_ROUTES = 0.5, 0.05
 
 
@@ -66,7 +66,7 @@ class Limit(NamedTuple):
 def share_limit(rows: float, usual: Share | None, source: str) -> Limit:
     """The limit of a share that is measured over `rows` rows.
 
-    One over the root of the rows is added (of the fewer rows, if `usual` has another number): the
+    For chance, 1 / sqrt(n) is added, where n is the smaller of `rows` and `usual.rows`: the
     standard deviation of a share of n rows is at most half of that. Example: of 100 rows 0.1 more
     may differ, of 10,000 rows 0.01 more.
 

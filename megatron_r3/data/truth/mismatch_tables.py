@@ -18,7 +18,7 @@ from megatron_r3.data.truth.limit import NONE, Share, percent
 _EDGES = 8 << np.arange(40, dtype=np.int64)
 MOST_POSITIONS = len(_EDGES) + 1
 MOST_TURNS = 5  # turn 1, 2, 3 and 4, and all later turns together
-MOST_CELLS = 12  # that a line of text has
+MOST_CELLS = 12  # numbers in a line of text
 
 
 def position_bins(position_T: np.ndarray) -> np.ndarray:
@@ -50,7 +50,7 @@ class Tables:
         positions, turns: by bin (`position_name`, `turn_name`).
         versions: by policy version.
         rollouts: by the number of the rollout; empty in training, which sums over rollouts.
-        prompts, responses: rows that predict a token which nobody sampled, and all other rows.
+        prompts, responses: rows that predict a token that was not sampled, and all other rows.
     """
 
     layers: dict[int, Share] = field(default_factory=dict)

@@ -23,10 +23,10 @@ BETTER = 0.25
 
 
 def shifted(compared: Sequence[Compared]) -> Finding | None:
-    """Shifted rows: the row of token t is that of token t + s.
+    """The finding that rows are shifted: the row of token t is that of token t + s. Else None.
 
-    Each part of the conversation is looked at over all rollouts; if no part is shifted, each
-    rollout by itself.
+    Each part of the conversation is tried over all rollouts. If no part is shifted, each rollout is
+    tried by itself.
     """
     parts = sorted({int(p) for one in compared for p in np.unique(one.part_T)})
     by_part = {
@@ -87,7 +87,10 @@ def _best_shift(compared: Sequence[Compared], here: Sequence[np.ndarray]) -> str
 
 
 def older_weights(compared: Sequence[Compared]) -> Finding | None:
-    """Rows that the weights before the last update made: those of the prompts, others, or all."""
+    """The finding that older weights made the rows of prompts, other rows, or all; else None.
+
+    Older weights are those before the last update (`Compared.before_LTK`).
+    """
     if any(one.before_LTK is None for one in compared):
         return None
 
@@ -111,7 +114,8 @@ def older_weights(compared: Sequence[Compared]) -> Finding | None:
         f"{where} are those of the weights before the update: {percent(then.share)} of the routes "
         f"differ from the choice of those weights, {percent(now.share)} from that of the new ones"
     )
-    # Tokens behind an old prefix were computed with its keys and values, so it explains all rows.
+    # Tokens behind an old prefix were computed with its keys and values, so the finding explains
+    # all rows.
     marks = [np.ones(one.num_rows, bool) for one in compared]
     if prompts and not others:
         action = (

@@ -100,9 +100,9 @@ def _least_run(live_keys_T: np.ndarray) -> int:
     """How many rows a run of copies must have, so that it is no accident.
 
     Two rows are equal by accident with a probability p, the sum of the squared shares of the
-    different rows; all n rows of a run are with p^n. A run has T places and T distances, so n must
-    make T^2 p^n less than 1e-6. Example: 1,000 rows of 4 equally frequent kinds: p = 1/4, so n =
-    20.
+    different rows. So n rows are copies by accident with the probability p^n. A run may lie at T
+    places and have T distances, so n must make T^2 p^n less than 1e-6. Example: 1,000 rows of 4
+    equally frequent kinds: p = 1/4, so n = 20.
     """
     _, counts = np.unique(live_keys_T, return_counts=True)
     rows = len(live_keys_T)

@@ -60,7 +60,7 @@ WRONG = {
         "response_N": np.arange(10) >= 6,
         "logprobs_N": np.zeros(10, np.float32),
     },
-    "tokens_N are whole numbers; got float64": {"tokens_N": np.arange(9.0)},
+    "tokens_N must be whole numbers; got float64": {"tokens_N": np.arange(9.0)},
     "token 0 is id -1; the vocabulary": {"tokens_N": np.full(9, -1)},
     "its first token cannot be sampled": {"response_N": masked(0, 5, 6, 7, 8)},
     "token 7: its log-prob is nan, which is not finite": {
