@@ -1,6 +1,6 @@
 """Kept sets: the tokens that the sampler kept of the vocabulary before it drew one of them.
 
-Top-k and top-p cut tokens off, and the sampler draws from the rest. Its probabilities are then
+Top-k and top-p cut tokens off, and the sampler draws from the rest. The probabilities are then
 normalised over the kept tokens, so a trainer must normalise over the same tokens to compare its own
 probabilities with them. Example: of the probabilities .5 .3 .1 .1, top-k 2 keeps the tokens 0 and
 1, so the sampler draws token 1 with .3 / (.5 + .3) = .375.

@@ -38,11 +38,12 @@ class Rollout:
         tokens_N: int32, prompt and response.
         response_N: bool, True on sampled tokens.
         logprobs_N: float32, the sampler's log-probability of each sampled token, 0 on all others.
-        reward: of the whole response; `UNREWARDED` (NaN) when it comes from a decoder.
+        reward: that of the whole response; a decoder sets `UNREWARDED` (NaN).
         group: a number that the rollouts of one prompt share: GRPO normalises rewards inside a
             group. The number is unique inside one directory and policy version; a decoder sets the
             index of the prompt in its request.
-        policy_version: which policy sampled; `UNKNOWN_POLICY` (-1) when it comes from a decoder.
+        policy_version: which policy sampled, the oldest one if several did. A decoder that reads no
+            `versions_C2` sets `UNKNOWN_POLICY` (-1).
         routes: `[layers, N - 1, topk]`; the last token has no row, because the engine never
             forwarded it.
         sample: the number of the rollout inside its group. Group, sample and policy version
@@ -58,8 +59,8 @@ class Rollout:
             sampled, if the weights changed while the rollout was sampled. The first span begins at
             the first sampled token, each other span at a sampled token. Versions ascend, and
             `policy_version` is the first one. None if one policy sampled all tokens.
-        advantage: of the whole response, given together with the reward; None if the trainer is to
-            compute it from the rewards.
+        advantage: that of the whole response, given together with the reward; None if the trainer
+            is to compute it from the rewards.
     """
 
     tokens_N: np.ndarray

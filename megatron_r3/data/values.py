@@ -56,7 +56,7 @@ def wrong_token(tokens_N: np.ndarray, vocab_size: int | None = None) -> tuple[in
 
     Args:
         tokens_N: integer ids.
-        vocab_size: of the model; None or 0 where it is not known: then ids must only fit int32.
+        vocab_size: that of the model; None or 0 if it is not known: then ids must only fit int32.
     """
     most = MOST_TOKEN_ID if not vocab_size else min(vocab_size - 1, MOST_TOKEN_ID)
     possible_N = (tokens_N >= 0) & (tokens_N <= most)
@@ -112,7 +112,7 @@ def wrong_count(counts_M: np.ndarray, least: int, total: int) -> str | None:
 
 
 def wrong_text(value: Any) -> str | None:
-    """What `value`, the name of an engine, a version or a model, must be; None if it is that."""
+    """Words behind "must be" if `value` cannot name an engine, version or model; else None."""
     if not isinstance(value, str):
         return f"a text; got {type(value).__name__}"
     if len(value) > MOST_TEXT:

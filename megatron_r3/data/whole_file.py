@@ -1,4 +1,4 @@
-"""A file that is there whole or not at all."""
+"""Writes a file that is there whole or not at all."""
 
 from __future__ import annotations
 
@@ -50,6 +50,6 @@ def whole_file(path: Path, *, replaces: bool = True, sync: bool = True) -> Itera
 
 
 def write_whole(path: Path, data: bytes | str, **options: bool) -> None:
-    """Write a whole file of these bytes, or of this text in UTF-8; `options` as of `whole_file`."""
+    """Write these bytes, or this text in UTF-8, as a whole file; `options` are for `whole_file`."""
     with whole_file(path, **options) as file:
         file.write(data.encode() if isinstance(data, str) else data)

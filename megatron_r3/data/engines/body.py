@@ -23,7 +23,7 @@ from megatron_r3.data.values import MOST_TOKEN_ID
 from megatron_r3.replay.words import quoted, said
 
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")
-# For each engine, the fields of a request that may hold the prompt: the first set field counts.
+# By engine, the fields of a request that may hold the prompt; the first field that is set counts.
 _PROMPTS = {
     "vllm": ("token_ids", "prompt"),
     "sglang": ("input_ids", "text", "prompt"),
@@ -85,7 +85,7 @@ def most_tokens(request: Mapping[str, Any]) -> int | None:
 def refuse_response(
     response: Mapping[str, Any], request: Mapping[str, Any], any_model: str = ""
 ) -> None:
-    """Refuse an error, a stream, a response of another model or a response that has the prompt too.
+    """Refuse an error, a stream, another model's response, and a response that repeats its prompt.
 
     Args:
         any_model: the model name that the engine returns for every model; empty if it has none.

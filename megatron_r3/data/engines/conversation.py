@@ -39,7 +39,7 @@ class Increment:
     Attributes:
         tokens_N: int32, the response's prompt and the tokens that it sampled.
         prompt_length: how many of the tokens are the prompt.
-        logprobs_G: float32, of the tokens that this response sampled.
+        logprobs_G: float32, the log-prob of each token that this response sampled.
         routes: `[L, N - 1 - start, K]`, checked.
         start: the token of the first row.
         group: the index of the prompt in its request.
@@ -290,7 +290,7 @@ def _turns(
 
 
 def _joined_kept(ordered: Sequence[Increment], source_N: np.ndarray) -> KeptSets | None:
-    """Each token's kept set, from the response that sampled it; None if no response has any.
+    """Each token's kept set, from the response that sampled it; None if no response has kept sets.
 
     Raises:
         EngineError: some responses have kept sets and others have none.

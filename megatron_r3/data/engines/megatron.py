@@ -123,8 +123,8 @@ def _increment(
 def policy_versions(epochs: Any, prompt_length: int, num_sampled: int) -> np.ndarray | None:
     """The version of the weights that sampled each token, int64 `[G]`.
 
-    Example: `[[0, 3], [6, 4]]` after a prompt of 5 tokens. The forward pass of token 6 is the first
-    one of version 4, so that version 3 sampled tokens 5 and 6, and version 4 token 7.
+    Example: `[[0, 3], [6, 4]]` after a prompt of 5 tokens. The first forward pass of version 4 is
+    that of token 6, so version 3 sampled the tokens 5 and 6, and version 4 sampled token 7.
 
     Args:
         epochs: the response's `policy_epoch`, pairs of first token and version, ascending; None if

@@ -1,4 +1,4 @@
-"""Plain arrays, from an engine of your own or from a file.
+"""Decodes plain arrays, from an engine of your own or from a file.
 
 No command reads such arrays: this file is for a framework that calls `engines.decode` itself.
 
@@ -39,9 +39,9 @@ def decode_increments(
     Args:
         response: one sampled sequence or a list of them. Each is a mapping with the sampled
             `token_ids`, their `logprobs`, and `routes`: the ids `[T, Y, K]` of every token but the
-            last, in all hidden layers or in the MoE layers alone. Each may be an array or a list,
-            and `routes` also base64 of a `.npy`. A sequence needs `prompt_token_ids` if the request
-            has no `prompt`.
+            last, in all hidden layers or in the MoE layers alone. Each of the three may be an array
+            or a list, and `routes` also base64 of a `.npy`. A sequence needs `prompt_token_ids` if
+            the request has no `prompt`.
         request: `prompt`, the token ids that every sequence continues; `start`, the token of the
             first row, 0 if left out; `max_tokens`, if there is a limit on sampled tokens.
         shape: the MoE layers of the model that sampled.

@@ -240,7 +240,7 @@ def _layers(config: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _rule(config: Mapping[str, Any]) -> _Rule:
-    """The function that reads the MoE layers from a config of this model type."""
+    """The function that finds the MoE layers in this config; model families have their own."""
     model_type = config.get("model_type")
     if config.get("mlp_layer_types") is not None:
         return _from_names
@@ -335,13 +335,16 @@ def _after_num_dense(config: Mapping[str, Any], num_layers: int) -> Iterable[int
 
 
 def _interleaved(config: Mapping[str, Any], num_layers: int) -> Iterable[int]:
-    """Llama 4: the layers in `moe_layers`, or with a step of 2 the layers 1, 3, 5 and so on."""
+    """Llama 4: the layers in `moe_layers`, or every `interleave_moe_layer_step`-th layer."""
     step = _integer(config, "interleave_moe_layer_step", 1, _MOST_LAYERS, default=1)
     return _numbers(config, "moe_layers", range(step - 1, num_layers, step))
 
 
 def _between(config: Mapping[str, Any], num_layers: int) -> Iterable[int]:
-    """ERNIE: every `moe_layer_interval`-th layer, between a start and an end index."""
+    """ERNIE: every `moe_layer_interval`-th layer.
+
+    Only layers from `moe_layer_start_index` to `moe_layer_end_index` (-1: the last one) count.
+    """
     first = _integer(config, "moe_layer_start_index", 0, _MOST_LAYERS)
     last = _integer(config, "moe_layer_end_index", -1, _MOST_LAYERS, default=-1)
     last = num_layers - 1 if last == -1 else last

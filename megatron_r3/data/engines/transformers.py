@@ -33,7 +33,7 @@ class CapturedRoutes:
         self._calls: list[list[Tensor]] = [[] for _ in moe_layers]
 
     def take(self) -> list[Tensor]:
-        """`[L, T, K]` ids of every forward call since the last take, oldest first.
+        """The ids `[L, T, K]` of each forward call since the last `take`, oldest first.
 
         T is batch size times sequence length, as the routers see it.
 

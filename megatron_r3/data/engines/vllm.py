@@ -3,10 +3,10 @@
 A server sends routes on /v1/completions, /v1/chat/completions and /inference/v1/generate. The
 request must have `return_token_ids` and `logprobs`. Routes are base64 of a `.npy`.
 
-The Python API returns routes, too: `LLM(..., enable_return_routed_experts=True)`. Until 0.20
-`CompletionOutput.routed_experts` is an int32 array of all hidden layers, later it has one of the
-forms that a server sends. 0.14 is too old: with EPLB its ids are not the model's. vLLM itself is
-not imported: the objects are read by their attributes.
+The Python API returns routes, too: `LLM(..., enable_return_routed_experts=True)`. Its
+`CompletionOutput.routed_experts` may be an array (until 0.20: int32, of all hidden layers) or
+base64 of a `.npy`. 0.14 is too old: with EPLB its ids are not the model's. vLLM itself is not
+imported: the objects are read by their attributes.
 
 Shape suffixes (docs/glossary.md): G, N.
 """

@@ -104,7 +104,7 @@ class HeldFile:
     file, SIGBUS ends the process, while a read of a truncated file only comes up short.
 
     Args:
-        path: of the file.
+        path: the file's path.
         late_s: how long to wait for a file that is not there.
 
     Attributes:

@@ -66,7 +66,7 @@ _MOST_INFOS = 1000  # kept in `_infos`: one for each policy of a long training
 
 
 class Entry(NamedTuple):
-    """Where a tensor lies.
+    """A tensor's type and shape, and where the tensor lies.
 
     Attributes:
         dtype: safetensors' name of the type.

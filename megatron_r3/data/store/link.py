@@ -26,7 +26,7 @@ def check_links(directory: Path) -> None:
     """Refuse a directory in which no shard can get its name, before hours of sampling.
 
     Raises:
-        StoreError: it cannot link().
+        StoreError: the file system cannot link().
         OSError: nothing can be written to the directory.
     """
     descriptor, temporary = tempfile.mkstemp(dir=directory, prefix=".shard-", suffix=".tmp")

@@ -98,7 +98,7 @@ def _sums(words: np.ndarray) -> np.ndarray:
 
 @cache
 def _multipliers(count: int) -> np.ndarray:
-    """The multipliers of the first places, uint64: the outputs of splitmix64 from state 0 on."""
+    """The first `count` multipliers, uint64: the first outputs of splitmix64 with the seed 0."""
     number = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     number = (number ^ number >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     number = (number ^ number >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)

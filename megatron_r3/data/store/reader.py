@@ -1,7 +1,7 @@
 """Read a store: rollouts by index, routes by row id.
 
-A row id counts the rows of all shards in the order of their numbers, so one integer says which
-token of which rollout it is. Example: shard 0 has rollouts of 5 and 9 tokens, so 4 + 8 rows, and
+A row id counts the rows of all shards in the order of their numbers, so one integer names a rollout
+and a token in it. Example: shard 0 has rollouts of 5 and 9 tokens, so 4 + 8 rows, and
 the row ids 0 to 11; row id 5 is row 1 of rollout 1, and the first row of shard 1 has row id 12.
 
 Shape suffixes (docs/glossary.md): C, K, L, M, N, T, U.
@@ -128,18 +128,18 @@ class RolloutStore:
         return int(np.searchsorted(self.index.first_rollout, rollout, side="right")) - 1
 
     def find(self, rollout: int) -> tuple[Shard, int]:
-        """A rollout's shard, and its index there."""
+        """The shard that holds a rollout, and the rollout's index in this shard."""
         return self._find(rollout)[:2]
 
     def _find(self, rollout: int) -> tuple[Shard, int, int]:
-        """A rollout's shard, its index there, and the shard's first row id."""
+        """As `find`, and the shard's first row id."""
         number = self.shard_of_rollout(rollout)
         shards = self.index
         first_rollout, first_row = shards.first_rollout[number], shards.first_row[number]
         return shards[number], rollout - int(first_rollout), int(first_row)
 
     def name(self, rollout: int) -> str:
-        """What a message calls a rollout: its file and its index there."""
+        """What a message calls a rollout: the shard's file, and the rollout's index in it."""
         shard, index, _ = self._find(rollout)
         return f"{shard.path}: rollout {index}"
 

@@ -60,8 +60,8 @@ class Shard:
     Args:
         path: of the file, which is opened when something in it is first asked for.
         identity: see `Header`; shards of different content have different identities.
-        info: what its store says.
-        recorded_rows: how many of its rows have routes.
+        info: what all rollouts of the store share.
+        recorded_rows: how many rows of the shard have routes.
         tensors: those that have a value or pairs for each rollout, by name (docs/rollout-store.md).
 
     Attributes:
@@ -209,7 +209,7 @@ class Shard:
 
     @lazy
     def sums(self) -> PartSums:
-        """The sums of the parts of its rollouts; this opens the file."""
+        """Compares what is read with the sums of parts; the first use opens the file."""
         return PartSums(self.file, self.header, self.tensors["num_tokens"])
 
     @lazy
@@ -342,10 +342,10 @@ class Shard:
             into_LTK = np.empty((len(layers), len(rows_T), topk), self.dtype)
         place_T = np.arange(len(rows_T)) if place_T is None else place_T
         recorded_T = np.empty(len(rows_T), np.uint8)
-        # Example: the rows 0 1 2 3 with padding after 1 have the places 0 1 3 4. Cut at the
-        # padding, both runs can be read straight into the result. But where rows of two rollouts
-        # alternate, as in a batch that is not packed, each row would then be a run: so only gaps
-        # between rows cut, and a run is copied to its places after it was read.
+        # Example: the rows 0 1 2 3 with padding after 1 have the places 0 1 3 4. If a run also ends
+        # at padding, both runs here are read straight into the result. But where rows of two
+        # rollouts alternate, as in a batch that is not packed, each row would be a run. There runs
+        # end only at gaps between rows, and a run is copied to its places after it was read.
         cuts_T = np.diff(rows_T) != 1
         both_T = cuts_T | (np.diff(place_T) != 1)
         if np.count_nonzero(both_T) <= len(rows_T) // PART_TOKENS:

@@ -34,7 +34,7 @@ class ReadChecks:
     be trained on; `verify_shard` makes them for a whole shard.
 
     Attributes:
-        vocab_size: of the trainer; 0 where it is not known.
+        vocab_size: that of the trainer; 0 if it is not known.
         refuses_missing: whether a row without routes is refused.
     """
 

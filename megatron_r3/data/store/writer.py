@@ -1,7 +1,7 @@
 """Write a shard: its tensors piece by piece, then its header, then its name.
 
 Routes are gigabytes. So they are written from where they lie, layer by layer, and are never joined
-in memory, as the safetensors library's own writer would need. The header holds checksums of all
+in memory, which the safetensors library's own writer would need. The header holds checksums of all
 that was written; therefore it comes last, into a space that was kept free for it. A shard gets its
 name when all its bytes are on disk, so readers see it whole or not at all. No shard is overwritten.
 
@@ -155,7 +155,7 @@ def _tensors(rollouts: Sequence[Rollout], crc32: Mapping[str, int]) -> dict[str,
     checksums of all other tensors (`mask_of`).
 
     Args:
-        crc32: of each tensor; the caller fills it in while it writes the tensors.
+        crc32: by name, of each tensor; the caller fills it in while the tensors are written.
     """
     routes = rollouts[0].routes
     kept = [r.kept or KeptSets.none(len(r.tokens_N)) for r in rollouts]
@@ -236,7 +236,7 @@ class Written:
     Attributes:
         entries: the type, shape and place of each tensor, as the header has them.
         header_bytes: the space that was kept free for the header.
-        crc32: of each tensor.
+        crc32: by name, the CRC-32 of each tensor.
     """
 
     file: BinaryIO

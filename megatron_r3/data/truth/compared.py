@@ -119,7 +119,7 @@ def part_name(part: int) -> str:
 def set_codes(ids: np.ndarray) -> np.ndarray:
     """One uint64 for each set of ids in the last axis; equal sets have equal numbers.
 
-    Each expert has a random number, and a set the sum of the numbers of its experts modulo 2^64, so
+    The number of a set is the sum modulo 2^64 of random numbers, one for each expert of the set, so
     the order does not matter. Two different sets have the same number with a chance of 2^-64.
     """
     codes: np.ndarray = _numbers()[ids].sum(-1, dtype=np.uint64)

@@ -46,8 +46,8 @@ def examine(
     """Compare recorded routes with live ones of the same tokens.
 
     The live routes must be those of the weights that sampled the newest policy version. Rows of
-    older versions are in the tables; the alarms look at them only to tell a fault of the newest
-    version from one of the model.
+    older versions are in the tables; the alarms use them only to tell a fault of the newest
+    version from a fault of the model.
 
     Args:
         compared: rollouts of one model; with more rollouts, smaller faults are found.

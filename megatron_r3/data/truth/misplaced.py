@@ -1,4 +1,4 @@
-"""Rows that belong to something else: another token, or older weights.
+"""Finds rows that belong to other tokens or to older weights.
 
 docs/truth.md lists the faults.
 

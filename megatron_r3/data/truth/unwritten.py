@@ -1,4 +1,4 @@
-"""Rows that the engine did not write: zeros, one row for all tokens, copies of other rows.
+"""Finds rows that the engine did not write: zeros, one row for all tokens, copies of other rows.
 
 Shape suffixes (docs/glossary.md): K, L, T.
 """
@@ -43,7 +43,7 @@ def not_captured(compared: Sequence[Compared]) -> Finding | None:
 
 
 def stale(compared: Sequence[Compared]) -> Finding | None:
-    """Runs of rows that are copies of rows in another place, where the live rows are not alike.
+    """The finding that runs of rows are copies of earlier rows, but the live rows are not; or None.
 
     The same row for all tokens is such a run, too: each row is a copy of the row before.
     """
