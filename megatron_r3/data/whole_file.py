@@ -12,19 +12,17 @@ from typing import BinaryIO
 
 
 @contextmanager
-def whole_file(path: Path, *, replaces: bool = True, sync: bool = True) -> Iterator[BinaryIO]:
+def whole_file(path: Path, *, sync: bool = True) -> Iterator[BinaryIO]:
     """Write a file that gets its name when the block ends, or leaves nothing if the block raises.
 
     Until then the data is in a temporary file beside `path`, because a rename does not cross file
-    systems. Missing folders are made.
+    systems. A file that already has the name is replaced. Missing folders are made.
 
     Args:
-        replaces: whether a file that already has the name is replaced.
         sync: whether the bytes are on disk before the name is. False is for a file that can be made
             again after a power failure.
 
     Raises:
-        FileExistsError: a file has the name, and is not to be replaced; it stays as it is.
         OSError: the file cannot be written.
     """
     folder = path.absolute().parent
@@ -41,15 +39,12 @@ def whole_file(path: Path, *, replaces: bool = True, sync: bool = True) -> Itera
             file.flush()
             if sync:
                 os.fsync(file.fileno())
-        if replaces:
-            os.replace(temporary, path)
-        else:
-            os.link(temporary, path)  # unlike a rename this fails if the name is taken
+        os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def write_whole(path: Path, data: bytes | str, **options: bool) -> None:
-    """Write these bytes, or this text in UTF-8, as a whole file; `options` are for `whole_file`."""
-    with whole_file(path, **options) as file:
+def write_whole(path: Path, data: bytes | str, *, sync: bool = True) -> None:
+    """Write these bytes, or this text in UTF-8, as a whole file; see `whole_file`."""
+    with whole_file(path, sync=sync) as file:
         file.write(data.encode() if isinstance(data, str) else data)

@@ -30,14 +30,11 @@ def test_a_block_that_raises_leaves_what_was_there(tmp_path: Path) -> None:
     assert [*path.parent.iterdir()] == [path]
 
 
-def test_a_file_that_is_not_replaced_stays(tmp_path: Path) -> None:
+def test_an_older_file_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "a"
-    write_whole(path, "first", replaces=False)
-    with pytest.raises(FileExistsError):
-        write_whole(path, "second", replaces=False)
-    assert path.read_text() == "first"
-    write_whole(path, b"third", sync=False)  # a control
-    assert path.read_text() == "third"
+    write_whole(path, "first")
+    write_whole(path, b"second", sync=False)
+    assert path.read_text() == "second"
     assert [*tmp_path.iterdir()] == [path]
 
 
