@@ -22,7 +22,7 @@ MOST_CELLS = 12  # numbers in a line of text
 
 
 def position_bins(position_T: np.ndarray) -> np.ndarray:
-    """The bin of each position of a rollout, counted from 0; same shape, int64."""
+    """The bin of each position in a rollout, int64; bins and positions count from 0."""
     return np.searchsorted(_EDGES, position_T, side="right").astype(np.int64)
 
 
@@ -133,5 +133,6 @@ def _line(name: str, found: Mapping[int, Share], words: Callable[[Any], str]) ->
     if len(cells) > MOST_CELLS:  # the first ones, and the worst of the others
         others = sorted(found.items())[MOST_CELLS:]
         key, share = max(others, key=lambda item: item[1].share)
-        cells = [*cells[:MOST_CELLS], f"{len(others)} more, at most {percent(share.share)} ({key})"]
+        most = f"{percent(share.share)} ({words(key)})"
+        cells = [*cells[:MOST_CELLS], f"{len(others)} more, at most {most}"]
     return f"{name:<14}  {', '.join(cells)}"

@@ -116,6 +116,7 @@ def test_the_tables_as_text() -> None:
     assert lines[2].startswith("position        0 to 7: ")
     assert lines[3].startswith("prompts         not sampled: ")
     assert lines[4].startswith("turn            1: 25.0 %, 2: ")
-    wide = Tables(layers={n: Share(n / 100, 9) for n in range(40)})
-    line = mismatch_text(wide).splitlines()[1]
-    assert line.endswith("11: 11.0 %, 28 more, at most 39.0 % (39)")
+    cells = {n: Share(n / 100, 9) for n in range(40)}
+    _, layers, positions, *_ = mismatch_text(Tables(cells, cells)).splitlines()
+    assert layers.endswith("11: 11.0 %, 28 more, at most 39.0 % (39)")
+    assert positions.endswith(f"28 more, at most 39.0 % ({position_name(39)})")
