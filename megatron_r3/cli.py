@@ -18,7 +18,7 @@ from megatron_r3.replay.words import one_line
 
 DESCRIPTION = (
     "Rollout Routing Replay (R3) for Megatron-LM: patch a Megatron-LM tree, collect and inspect "
-    "rollouts with the experts that the sampler used, and run the loop."
+    "rollouts with the experts that the sampler used, and run a loop of sampling and training."
 )
 
 
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return its exit status, as `run_command` does."""
     parser = argparse.ArgumentParser(prog="megatron-r3", description=DESCRIPTION)
     parser.add_argument("--version", action="version", version=megatron_r3.__version__)
-    parser.set_defaults(group=parser)  # every command sets `run`, every group of commands `group`
+    parser.set_defaults(group=parser)  # a command sets `run`, a group of commands sets `group`
     subparsers = parser.add_subparsers(metavar="COMMAND")
     add_commands(subparsers)
     add_rollouts(subparsers)
@@ -50,7 +50,7 @@ def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> 
     except (ValueError, OSError) as error:
         print(f"error: {one_line(str(error))}", file=sys.stderr)
     except KeyboardInterrupt:
-        # An interrupted command has changed nothing, or goes on from where it was stopped.
+        # Each command can be run again: it begins anew, or goes on from where it was stopped.
         print("error: interrupted; run the same command again to continue", file=sys.stderr)
     return 1
 

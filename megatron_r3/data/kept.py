@@ -117,7 +117,7 @@ class KeptSets:
         drawn = owner_V[self.ids_V == tokens_N[owner_V]]
         if len(drawn) != int(sampled_N.sum()):  # `_wrong_ids` refuses a set with an id twice
             token = int(np.setdiff1d(np.flatnonzero(sampled_N), drawn)[0])
-            return f"token {token}: its kept set lacks its own id {int(tokens_N[token])}"
+            return f"token {token}: its kept set lacks the token's id {int(tokens_N[token])}"
         other = (self.sizes_N == 1) & (logprobs_N < -_OF_ONE_TOKEN)
         if other.any():
             token = int(other.argmax())

@@ -16,8 +16,8 @@ from megatron_r3.data.values import wrong_token
 from megatron_r3.replay.routes import Routes, RoutesError
 
 _NOT_CAPTURED = (
-    "Known to return zeros: vLLM 0.22-0.26 on CPU, vLLM before 0.27 with FlashInfer TRTLLM "
-    "kernels, prefix-cached rows in 0.21"
+    "These return zeros: vLLM 0.22 to 0.26 on CPU, vLLM before 0.27 with FlashInfer's TRTLLM "
+    "kernels, vLLM 0.21 for rows of a cached prefix"
 )
 
 ANOTHER_MODEL = "is --model the model that the server runs?"

@@ -138,9 +138,11 @@ def policy_versions(epochs: Any, prompt_length: int, num_sampled: int) -> np.nda
     pairs: list[Any] = epochs if isinstance(epochs, list) else [epochs]
     for pair in pairs:
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
-            raise EngineError(f"policy_epoch: expected pairs of token and number; got {said(pair)}")
+            raise EngineError(
+                f"policy_epoch: expected pairs of token and version; got {said(pair)}"
+            )
     firsts = [whole_number(first, "policy_epoch: a first token") for first, _ in pairs]
-    numbers = [whole_number(number, "policy_epoch: a number") for _, number in pairs]
+    numbers = [whole_number(number, "policy_epoch: a version") for _, number in pairs]
     if firsts[0] != 0 or firsts != sorted(firsts):
         raise EngineError(f"policy_epoch: first tokens must ascend from 0; got {said(firsts)}")
     # the forward pass of a token samples the token behind it

@@ -107,7 +107,7 @@ def _samples_of_one(request: Mapping[str, Any]) -> Any:
     # a list has one entry for each prompt: [{"n": 2}, {"n": 2}]
     counts = [one.get("n", 1) if isinstance(one, Mapping) else None for one in params]
     if not counts or any(count != counts[0] for count in counts):
-        raise EngineError("n differs between the prompts of one request")
+        raise EngineError("n differs between the prompts of one request: give all the same n")
     return counts[0]
 
 

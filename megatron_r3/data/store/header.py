@@ -217,7 +217,7 @@ def _read_body(metadata: Any, where: str) -> tuple[dict[str, Any], bytes]:
     """What the shard says of itself: as a JSON object, and as the text in the header."""
     text = metadata.get("megatron_r3") if isinstance(metadata, dict) else None
     if not isinstance(text, str) or not text:
-        raise StoreError(f"{where}: a safetensors file, but not a rollout shard")
+        raise StoreError(f"{where}: a safetensors file, but not a rollout shard: move it away")
     data = text.encode(errors="surrogatepass")
     if str(zlib.crc32(data)) != metadata.get("crc32"):
         raise StoreError(f"{where}: the header is damaged; copy the shard again or remove it")

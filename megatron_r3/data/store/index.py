@@ -118,7 +118,7 @@ class Index(Sequence[Shard]):
         """The index that was packed into these bytes.
 
         Raises:
-            ValueError: its JSON or one of its infos is wrong.
+            ValueError: the JSON or an info in the bytes is wrong.
         """
         columns = dict(np.load(io.BytesIO(data), allow_pickle=False))
         texts, table = columns.pop("texts"), columns.pop("table")

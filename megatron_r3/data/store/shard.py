@@ -82,7 +82,7 @@ class Shard:
 
     @classmethod
     def look(cls, path: Path, late_s: float = 0.0) -> Shard:
-        """Open a shard, read what each rollout has once, and check it.
+        """Open a shard; read and check what each rollout has once.
 
         Args:
             late_s: how long to wait for a file that is not there.

@@ -65,7 +65,7 @@ class ReadChecks:
                 raise StoreError(f"{shard.path}: rollout {rollout}: {wrong}")
 
     def _wrong(self, shard: Shard, rollout: int, own: Mapping[str, np.ndarray]) -> str | None:
-        """Why a rollout is refused; None if it is not. `own` has its tensors PER_TOKEN."""
+        """Why a rollout is refused; None if it is not. `own` has the rollout's PER_TOKEN."""
         for name in ("response", "recorded"):
             if (own[name] > 1).any():
                 return f"{name} must be 0 or 1"

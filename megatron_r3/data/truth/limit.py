@@ -30,7 +30,8 @@ NONE = Share(0.0, 0)
 class Limit(NamedTuple):
     """The most that a number may be.
 
-    Example: usually 0.02 of a layer's routes differ, and the room is 0.05: 0.11 may differ.
+    Example: usually 0.02 of a layer's routes differ, and the room is 0.05. Then 3 * 0.02 + 0.05 =
+    0.11 of them may differ.
 
     Attributes:
         usual: the number without a fault; None if it is not known yet.

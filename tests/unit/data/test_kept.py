@@ -53,7 +53,7 @@ def test_joined_parts_are_the_whole() -> None:
         ([[], [], [7, 2], [3]], "4 kept sets for 5 tokens"),
         ([[], [], [7, 2], [], [4]], "token 3 was sampled, and has no kept set"),
         ([[], [9], [7, 2], [3], [4]], "token 1 was not sampled, and has a kept set"),
-        ([[], [], [7, 2], [3], [9, 0]], "token 4: its kept set lacks its own id 4"),
+        ([[], [], [7, 2], [3], [9, 0]], "token 4: its kept set lacks the token's id 4"),
         ([[], [], [7, 7], [3], [4]],
          "token 2: its kept set must have each id once, ascending; got 7 before 7"),
         ([[], [], [7, 12], [3], [4, 1]],

@@ -133,7 +133,7 @@ def test_without_a_mask_there_are_no_kept_sets():
     [
         (SORTED[:3], "sampling_mask: 3 lists for 4 response tokens"),
         ([*SORTED[:3], []], f"token {P + 3} was sampled, and has no kept set"),
-        ([*SORTED[:3], [30]], f"token {P + 3}: its kept set lacks its own id 24"),
+        ([*SORTED[:3], [30]], f"token {P + 3}: its kept set lacks the token's id 24"),
         ([*SORTED[:3], [24, 24]], f"token {P + 3}: its kept set must have each id once"),
         ([*SORTED[:3], [24, -1]], "sampling_mask: token ids are whole numbers from 0 to"),
         ([*SORTED[:3], [24, 2**40]], "sampling_mask: token ids are whole numbers from 0 to"),
