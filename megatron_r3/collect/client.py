@@ -1,4 +1,4 @@
-"""HTTP client for one server; repeats requests after connection errors, timeouts, 429 and 5xx."""
+"""An HTTP client that repeats requests after connection errors, timeouts, 429 and 5xx."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _TryAgain(Exception):
     """This request failed, and a repetition of it may succeed.
 
     Attributes:
-        pause: seconds that the server asks to wait before the repetition; 0 if it asks nothing.
+        pause: the seconds of the server's Retry-After header; 0 if there are none.
     """
 
     def __init__(self, reason: str, pause: float = 0.0) -> None:
@@ -46,14 +46,14 @@ class Client:
         timeout: seconds for one request, from connecting to the last byte.
         retries: how often a request is repeated after a connection error, a timeout, 429 or 5xx.
         pause: seconds before the first repetition. The pause doubles with each repetition, up to
-            30 s, and a random factor from 0.5 to 1.5 keeps requests from coming back together.
+            30 s. A random factor from 0.5 to 1.5 spreads requests that failed at the same time.
 
     Attributes:
-        url: the address as messages show it, without a user's name and password.
+        url: the address without a user's name and password.
         on_retry: called before each repetition.
 
     Raises:
-        EngineError: `url` is not an http address.
+        EngineError: `url` is not an http or https address.
     """
 
     def __init__(
@@ -79,9 +79,9 @@ class Client:
         """Send a JSON body, and return the JSON of the answer.
 
         Args:
-            path: of the request; it begins with a slash.
-            body: of the request.
-            most_bytes: a longer answer is refused.
+            path: the request's path, which begins with a slash.
+            body: what is sent as JSON.
+            most_bytes: an answer with more bytes is refused.
 
         Raises:
             NoAnswer: the request cannot be sent, was refused for good, or failed each time.
@@ -126,8 +126,8 @@ class Client:
         except EngineError as error:
             raise EngineError(f"{self.url}{path}: {error}") from error
         except Exception as error:
-            # For a request that it cannot send, httpx lets errors of many kinds through:
-            # UnicodeError for the host `a..b`, ValueError for a body with NaN.
+            # httpx raises errors of many kinds for a request that cannot be sent: UnicodeError for
+            # the host `a..b`, ValueError for a body with NaN.
             reason = one_line(f"{type(error).__name__}: {error}", 300)
             raise NoAnswer(f"{self.url}{path}: {reason}") from error
 
@@ -143,12 +143,14 @@ class Client:
 
 
 def _address(url: str) -> tuple[str, tuple[str, str] | None]:
-    """The address without a user, and the user's name and password.
+    """The address without a user, and the user's name and password (None if there is no user).
 
-    No message shows a password. If the address is wrong, the message leaves out all between the
-    `http://` and the last `@`. Example: `http://me:pass#word@host` parses as the host `me` with the
-    port `pass`, so the parser's own message would quote half of the password; ours shows the
-    address as `http://...@host`.
+    No message shows a password: a message about a wrong address leaves out all between the
+    `http://` and the last `@`. Example: `http://me:pass#word@host` is shown as `http://...@host`.
+    httpx reads it as the host `me` with the port `pass`, and would quote half of the password.
+
+    Raises:
+        EngineError: `url` is no address to which paths can be added.
     """
     shown = one_line(re.sub(r"^([a-zA-Z]+://)?.*@", r"\1...@", url, flags=re.DOTALL), 300)
     try:
@@ -169,7 +171,7 @@ def _address(url: str) -> tuple[str, tuple[str, str] | None]:
 
 
 async def _body(answer: httpx.Response, most_bytes: int) -> bytearray:
-    """The whole body. A body that is compressed is refused, because 1 MB of gzip can hold 1 GB."""
+    """The whole body. A compressed body is refused, because 1 MB of gzip can hold 1 GB."""
     encoding = answer.headers.get("content-encoding", "").strip().lower()
     if encoding not in ("", "identity"):
         raise EngineError(

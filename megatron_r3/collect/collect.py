@@ -1,9 +1,9 @@
 """Collect rollouts: have an engine sample every prompt, and store each sample exactly once.
 
-There is one path for every engine. `concurrency` workers take the missing samples in turn; each
-waits for the engine and the reward (`Sampler`), and hands its rollout to the `Shelf`, which writes
-whole groups. After an error or a signal (SIGKILL excepted) the groups that are whole are stored
-too, unless the plan wants all or nothing, and the same command samples the rest (resume.py).
+The code is the same for every engine. `concurrency` workers take the missing samples in turn. A
+worker waits for the engine and the reward (`Sampler`), and hands its rollout to the `Shelf`, which
+writes whole groups. After an error or a signal (SIGKILL excepted) the groups that are whole are
+stored too, unless the plan wants all or nothing, and the same command samples the rest (resume.py).
 
 Shape suffixes (docs/glossary.md): C, N.
 """
@@ -25,7 +25,7 @@ from megatron_r3.collect.writing import Shelf
 from megatron_r3.data.engines.shape import EngineError
 from megatron_r3.data.store import Rollout
 
-# After this many prompts in a row without a rollout, the fault is the engine's and not a prompt's.
+# After so many prompts in a row without a rollout a collection ends: the fault is the engine's.
 HOPELESS = 8
 
 
@@ -50,17 +50,17 @@ def collect(
         plan: what to collect.
         concurrency: how many samples are under way at a time.
         check: called with what the engine says of itself before anything is sampled; raises
-            ValueError to refuse the engine. A caller that gives `check` has loaded the weights into
-            the engine, and the store may hold the same weights under another policy version.
-            Without `check` such a store is refused.
+            ValueError to refuse the engine. Only a caller that has loaded the weights into the
+            engine gives `check`: with it, and not without it, the store may hold rollouts of the
+            same weights under another policy version.
 
     Raises:
         CollectError: rollouts are missing at the end, or many prompts in a row gave none.
         EngineChanged: the engine or its weights changed.
         RewardError: the reward function failed.
         Interrupted: SIGINT, SIGTERM or SIGHUP came.
-        ValueError: engine, store and plan do not fit together (nothing was sampled), or
-            `plan.check` refuses a shard.
+        ValueError: engine, store and plan do not fit together, or the engine does not answer
+            (nothing was sampled); a shard cannot be written, or `plan.check` refuses it.
     """
     for prompt in plan.prompts:
         engine.check(prompt)
@@ -83,7 +83,7 @@ async def _collect(
                 sampling=plan.sampling.settings,
             )
             info.check()
-            # The lock comes first: nobody else may add to the store between this look and a write.
+            # The lock comes first, so that no other collection adds to the store after it was read.
             with only_writer(plan.out):
                 stored = stored_samples(
                     plan.out, info, plan.policy_version, plan.prompts, pushed=check is not None
@@ -109,8 +109,8 @@ async def _work_all(
     concurrency: int,
     stop: Stop,
 ) -> None:
-    """Sample all that is missing. Whole groups are stored whatever is raised, unless the plan wants
-    all or nothing.
+    """Sample what is missing, and store it. After an error whole groups are stored too, unless the
+    plan wants all or nothing.
 
     Raises:
         CollectError: samples were given up.
@@ -131,7 +131,7 @@ async def _work_all(
     except Interrupted as error:
         interrupted = error
     finally:
-        # A worker may miss its cancel (see `end_tasks`): then `ending` keeps it from a next sample.
+        # A worker may miss its cancel (see `end_tasks`): `ending` has it begin no other sample.
         team.ending = True
         await end_tasks(workers)
         sampler.close()
@@ -221,7 +221,7 @@ class Sampler:
 
 
 class _Team:
-    """What the workers share.
+    """The state that the workers share.
 
     Attributes:
         ending: a worker begins no new sample once this is True.
@@ -244,8 +244,8 @@ class _Team:
                 reason = str(error)
             self.shelf.take(prompt.group, rollout)
             if rollout is None:
-                # Not inside the `except`: an error that `_lose` raised in it would keep the
-                # GivenUp, its frames, and with them a whole response.
+                # `_lose` is not called inside the `except`: an error raised there would keep the
+                # GivenUp and its frames in memory, and with these a whole response.
                 self._lose(prompt.group, reason)
             else:
                 self.in_a_row.clear()
@@ -269,7 +269,7 @@ class _Team:
     def raise_reason(
         self, failures: Sequence[BaseException], interrupted: Interrupted | None
     ) -> None:
-        """Raise why the collection ended early or lacks rollouts; return if it is complete."""
+        """Raise an error with the reason why rollouts are missing; return if none are."""
         progress = self.sampler.progress
         have = f"{self.shelf.out} has {progress.before + progress.stored}"
         have += f" of {progress.total} rollouts"

@@ -34,21 +34,22 @@ from megatron_r3.data.untrusted import read_json
 from megatron_r3.data.values import wrong_name, wrong_text
 from megatron_r3.replay.words import quoted, said
 
-# Bytes of one line. The ids of 16 samples of 32,768 tokens, 94 layers and top-8 take half of that.
+# The most bytes of a line. In base64, the expert ids of 16 samples of 32,768 tokens, 94 layers and
+# top-8 take half of these bytes.
 _MOST_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
 class Recording:
-    """A file of recorded responses, and what the file does not say of them.
+    """A file of recorded responses, and what the file does not say of the responses.
 
     Attributes:
         path: JSON lines `{"request": ..., "response": ..., "reward"?: ..., "group"?: ...}`.
-        engine, engine_version: the engine that sampled them.
+        engine, engine_version: the engine that sampled, and its version.
         model: the model that the engine ran.
-        policy_version: which policy sampled; None takes the version that each response reports if
-            that is a whole number, else 0.
-        reward: rewards the lines that have no `reward`. None means that each line must have one.
+        policy_version: which policy sampled. None takes the version that each response reports, or
+            0 where a response reports no whole number.
+        reward: the function that rewards the lines without a `reward`. None refuses such lines.
     """
 
     path: Path
@@ -62,25 +63,25 @@ class Recording:
 def convert_responses(
     recording: Recording, out: Path, shard_size: int, skip_refused: bool = False
 ) -> tuple[int, list[str], list[str]]:
-    """Write a new store of every choice of every response.
+    """Write a new store that has each choice of each response as a rollout.
 
     A line's group is its `group`. If no line has that field, each prompt of each request is a group
-    of its own. The samples of a group are numbered on from line to line. A group is in one shard if
-    its lines follow each other.
+    of its own. A group's samples are numbered in the order of the lines. A group whose lines follow
+    each other is in one shard.
 
     Args:
-        shard_size: rollouts of a shard; a few more keep a group whole.
-        skip_refused: leave out responses that cannot be decoded, or whose request has a field that
-            is refused, or other sampling settings or another model than the first line's. Otherwise
-            such a line is an error. A wrong group or reward always is one.
+        shard_size: rollouts of a shard, or a few more, so that groups stay whole.
+        skip_refused: leave out lines whose response cannot be decoded, whose request has a field
+            that is refused, or whose sampling settings or model are not those of the first line.
+            False raises an error for such a line. A wrong group or reward always raises one.
 
     Returns:
         The number of rollouts in the store; the reason for each line that was left out; and notes
         for the user.
 
     Raises:
-        EngineError: a line is no response, cannot be decoded, or has a wrong group or a request
-            that is refused (`skip_refused`); or there is nothing to store.
+        EngineError: a line is no request with its response, has a wrong group, or is one of those
+            that `skip_refused` would leave out; or there is nothing to store.
         RewardError: a line has no reward, or the reward function failed.
         StoreError: `out` exists already, or cannot be written.
     """
@@ -110,7 +111,7 @@ def convert_responses(
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each line that is not empty: the line's name in errors, and its object.
+    """Yield each line that is not blank: its name in errors, and its JSON object.
 
     Raises:
         EngineError: the file cannot be read, or a line is not `{"request": {}, "response": ...}`.
@@ -118,7 +119,7 @@ def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         with path.open("rb") as file:
             number = 0
-            # One byte more than allowed, so that `read_json` sees that a line is too long.
+            # One byte more than allowed, so that `read_json` refuses a line that is too long.
             while data := file.readline(_MOST_BYTES + 1):
                 number += 1
                 if data.strip():
@@ -149,7 +150,7 @@ def _store_info(recording: Recording) -> StoreInfo:
 
 
 class _Reader:
-    """Reads a recording line by line; counts the prompts, and the samples of each group.
+    """Reads a recording line by line, and numbers the groups and the samples of each group.
 
     Attributes:
         sampling: the settings of the first line that could be decoded.
@@ -166,11 +167,11 @@ class _Reader:
         self._samples: Counter[int] = Counter()  # how many each group has so far
         # for each group the digest of its prompt, its max_tokens, and the name of its first line
         self._prompt_of: dict[int, tuple[int, int | None, str]] = {}
-        self._prompts = 0  # the number of the next group, if lines do not name theirs
+        self._prompts = 0  # the number of the next group, if the lines have no `group`
         self._lines_name_groups: bool | None = None  # None before the first line
 
     def notes(self) -> list[str]:
-        """Notes for the user on settings that the store lacks; complete after the last line."""
+        """Notes on settings that the store does not record; call it after the last line."""
         if not self.left_out:
             return []
         return [
@@ -180,7 +181,7 @@ class _Reader:
         ]
 
     def lines(self) -> Iterator[tuple[list[Rollout], str]]:
-        """For each line its rollouts and "", or no rollouts and why there are none."""
+        """Yield for each line its rollouts and ""; for a refused line [] and the reason."""
         for where, line in read_lines(self.recording.path):
             yield self._decoded(line, where)
 
@@ -203,7 +204,7 @@ class _Reader:
             versions = [self._version(*both, i, where) for i, both in enumerate(decoded)]
         except EngineError as error:
             return [], str(error)
-        # The decoders refuse the faults that they know; here the others are caught.
+        # The decoders raise EngineError for the faults that they know; these are all others.
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError) as error:
             return [], f"{where}: the response cannot be read ({said(repr(error))})"
         return list(self._rollouts(line, decoded, digests, versions, where)), ""
@@ -301,7 +302,7 @@ class _Reader:
         """Refuse a rollout with another prompt or another limit of tokens than its group has.
 
         Rewards are normalised over a group, so all its responses must answer one prompt within one
-        limit. Otherwise a response that was cut off at 8 tokens is compared with one of 1000.
+        limit. Else a response that was cut off at 8 tokens is compared with a response of 1000.
         """
         known, limit, first_line = self._prompt_of.setdefault(group, (digest, most, where))
         if known != digest:

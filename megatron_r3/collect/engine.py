@@ -1,8 +1,8 @@
 """What a collection needs from an engine: its identity, samples, and whether it has changed.
 
-`collect` has one path for every engine. The engines differ behind the interface `Engine`:
-`server.Server` asks a vLLM or SGLang server over HTTP, and `generate.Transformers` runs the model
-in this process.
+Each engine is a class with the interface `Engine`, and `collect` calls nothing else:
+`server.Server` asks a vLLM, SGLang or Megatron server over HTTP, and `generate.Transformers` runs
+the model in this process.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class EngineChanged(ValueError):
 
 @dataclass(frozen=True)
 class Identity:
-    """What an engine says of itself. A field is empty where the engine says nothing of it.
+    """What an engine says of itself. A field that the engine does not tell is empty.
 
     Attributes:
         version: the version of the engine.
         model: the name under which the engine has its model.
-        policy: the version of the weights, as the one who loaded them into the engine named it.
+        policy: the name of the weights' version, which was given when the weights were loaded.
     """
 
     version: str = ""
@@ -51,7 +51,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class Answer:
-    """One decoded sample. The response body, which may be many times as large, is not kept.
+    """One decoded sample, without the response body, which may be many times as large.
 
     Attributes:
         decoded: tokens, log-probs and routes, checked; reward, group and sample number are not set.
@@ -63,7 +63,7 @@ class Answer:
 
 
 class Engine(Protocol):
-    """Something that samples one response at a time; many calls of `sample` may be under way."""
+    """The interface of an engine. A call of `sample` gives one response; many may be under way."""
 
     name: str
 
@@ -81,14 +81,14 @@ class Engine(Protocol):
             on_retry: called before each repetition of a request.
 
         Raises:
-            EngineError: there is no answer, or one that no engine of this kind gives.
+            EngineError: there is no answer, or an answer that no engine of this kind gives.
         """
 
     async def sample(self, prompt: Prompt, seed: int | None, where: str) -> Answer:
         """Sample one response to a prompt.
 
         Args:
-            seed: of this sample alone; None leaves the choice to the engine.
+            seed: the seed of this sample alone; None leaves the choice to the engine.
             where: the name of this sample in errors.
 
         Raises:
@@ -97,7 +97,7 @@ class Engine(Protocol):
         """
 
     async def confirm(self) -> None:
-        """Ask for the engine's identity again; return if it is the one that `begin` got.
+        """Ask for the engine's identity again; return if it equals the one that `begin` returned.
 
         The engine must be asked after this call began: an earlier answer proves nothing.
 
@@ -120,14 +120,15 @@ class EnginePolicy:
     Args:
         shelf: writes the shards, whose header holds the version.
         stored: the version of the engine's weights in the store's shards of this policy version;
-            "" if these shards name none. None means that there are no such shards.
+            "" if these shards name none; None if the store has no shard of this policy version.
     """
 
     def __init__(self, shelf: Shelf, stored: str | None) -> None:
         at_the_start = shelf.info.engine_policy
         self._shelf = shelf
         self._known: str | None = (at_the_start or None) if stored is None else stored
-        # If the store names a version and the engine did not at the start, each response must.
+        # If the store names a version and the engine did not at the start, each response must name
+        # one.
         self._responses_must_say = bool(stored) and not at_the_start
         if stored is not None:
             shelf.info = replace(shelf.info, engine_policy=stored)
@@ -140,8 +141,8 @@ class EnginePolicy:
             where: the name of the response in errors.
 
         Raises:
-            EngineChanged: the response names another version than before, or none where the store
-                has one and the engine named none at the start.
+            EngineChanged: the response names another version than the first one; or the response
+                names none, while the store names one and the engine named none at the start.
         """
         if not reported and self._responses_must_say:
             raise EngineChanged(

@@ -1,6 +1,6 @@
 """The truth test: transformers runs some rollouts of a store, and the routes are compared.
 
-Shape suffixes (docs/glossary.md): M, N, T, V.
+Shape suffixes (docs/glossary.md): K, L, M, N, T, V.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from megatron_r3.replay.words import one_line
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far transformers, running the same model, agrees with some of a store's rollouts.
+    """How near some rollouts of a store are to what transformers computes with the same model.
 
     Attributes:
         compared: the rollouts, with the routes that transformers computes.
-        version: the newest policy version among the rollouts. All numbers are about this version:
-            rollouts of older ones, sampled by other weights, only help to name an alarm's cause.
+        version: the newest policy version among the rollouts. All numbers are about this version.
+            Rollouts of older versions, sampled by other weights, help to name an alarm's cause.
         k3_kl, extreme, abs_dlogp: means over sampled tokens (megatron_r3.train.losses.agreement).
-        note: which policy version the model is compared with, if the store has several policies.
+        note: "" or, for a store of several policies, that no policy has the model's stamp, or that
+            policies after the model are not compared.
     """
 
     compared: list[Compared]
@@ -61,7 +62,7 @@ class Agreement:
 def compare_store(
     store: RolloutStore, model: Path, num_rollouts: int, before: Path | None = None
 ) -> Agreement:
-    """Run some rollouts, spread over the store, through transformers with live routing.
+    """Run some rollouts, spread over the store, through transformers, and compare the routes.
 
     An engine that computes a model wrongly still returns routes that look right: distinct ids in
     range. Only another implementation, run with the same weights, shows that the routes are wrong.
@@ -86,12 +87,12 @@ def compare_rollouts(
     before: Path | None = None,
     where: str = "the rollouts",
 ) -> Agreement:
-    """Run rollouts through transformers with live routing (`compare_store`).
+    """Run rollouts through transformers, and compare the routes (`compare_store`).
 
     Args:
         rollouts: by their names in messages.
         info: the header that the rollouts' shard has, or will have.
-        where: the name of all these rollouts in messages.
+        where: what messages call the place of all rollouts, for example the store's directory.
 
     Raises:
         EngineError: for the reasons of `compare_store`.
@@ -102,12 +103,12 @@ def compare_rollouts(
     sums, tokens, compared = {"k3_kl": 0.0, "extreme": 0.0, "abs_dlogp": 0.0}, 0, []
     version = max(rollout.policy_version for rollout in rollouts.values())
     for name, rollout in rollouts.items():
-        ids, logprobs = runs[name]
+        ids_LTK, logprobs_T = runs[name]
         ids_before = older[name][0] if older else None
-        compared.append(Compared(rollout, ids, name, ids_before))
+        compared.append(Compared(rollout, ids_LTK, name, ids_before))
         if rollout.policy_version != version:
             continue
-        added = _agreement_sums(rollout, logprobs)
+        added = _agreement_sums(rollout, logprobs_T)
         sums = {key: value + added[key] for key, value in sums.items()}
         tokens += int(rollout.response_N.sum())
     k3_kl, extreme, abs_dlogp = (total / max(tokens, 1) for total in sums.values())
@@ -117,7 +118,7 @@ def compare_rollouts(
 def _runs(
     network: Any, model: Path, rollouts: dict[str, Rollout], info: StoreInfo, where: str
 ) -> dict[str, tuple[np.ndarray, Any]]:
-    """The live routes `[L, T, K]` and the log-probs `[T]` of each rollout."""
+    """The live routes `[L, T, K]` and log-probs `[T]` of each rollout, by the rollout's name."""
     import torch
 
     from megatron_r3.data.engines.transformers import capture_routes
@@ -144,8 +145,8 @@ def _runs(
 def _version_of(store: RolloutStore, model: Path) -> tuple[int, str]:
     """The policy version that the model is compared with, and a note on that for the user.
 
-    It is the newest version whose stamp is the model's. If no stamp decides, it is the store's
-    newest version.
+    The version is the newest one whose shard has the model's stamp. It is the store's newest one if
+    no shard has that stamp, or all shards have the same stamp.
     """
     newest = int(store.column("policy_version").max())
     of_stamp: dict[str, int] = {}
@@ -162,9 +163,10 @@ def _version_of(store: RolloutStore, model: Path) -> tuple[int, str]:
 
 
 def _chosen(store: RolloutStore, num_rollouts: int, version: int) -> list[int]:
-    """Rollouts spread over the store: none newer than `version`, at most `num_rollouts // 2` older.
+    """The numbers of `num_rollouts` rollouts, or fewer, spread over the store.
 
-    The alarms are about this version, whose weights the model should have.
+    Up to half of the rollouts are of versions before `version`; all others are of `version`, whose
+    weights the model should have.
     """
     version_M = store.column("policy_version")
     newest, others = np.flatnonzero(version_M == version), np.flatnonzero(version_M < version)
@@ -180,8 +182,8 @@ def _chosen(store: RolloutStore, num_rollouts: int, version: int) -> list[int]:
 def _logprobs(network: Any, rollout: Rollout, sampling: SamplingSettings) -> Any:
     """Run a rollout; return the log-prob of the token that each row predicts, float32 `[T]`.
 
-    If the stored log-probs are of the processed distribution (temperature, kept sets), so are
-    these; otherwise these are of the raw logits.
+    The returned log-probs are of the distribution of the stored ones: the processed one
+    (temperature, kept sets), or else that of the raw logits.
     """
     import torch
 
@@ -207,7 +209,7 @@ def _agreement_sums(rollout: Rollout, logprobs_T: Any) -> dict[str, float]:
 
 
 def _cut_off(kept: KeptSets, shape: Sequence[int]) -> Any:
-    """Which logits the sampler cut off, bool `[N - 1, vocabulary]`."""
+    """Which logits the sampler cut off, bool `[N - 1, vocabulary]`: none where no set is stored."""
     import torch
 
     sizes = kept.sizes_N[1:]  # row 0 predicts token 1

@@ -1,8 +1,8 @@
 """Transformers as an engine: runs the model in this process, on a GPU if there is one.
 
-This file batches requests as a server does. Samples that are under way at the same time, and whose
-prompts have the same length, run together with a KV cache. There is no padding, so no sample
-depends on the others in its batch, except by the rounding of matrix products.
+Samples that are under way at the same time, and whose prompts have the same length, run as one
+batch with a KV cache. There is no padding, so no sample depends on the others in its batch, except
+by the rounding of matrix products.
 
 Shape suffixes (docs/glossary.md): B, N, G, L, T, K.
 """
@@ -40,22 +40,22 @@ except ImportError as missing:  # an optional dependency: the other engines do n
         f"--engine transformers needs transformers: pip install 'transformers>=5' ({missing})"
     ) from missing
 
-# A batch begins when no request has come for this long. After a batch the workers send their next
-# requests one by one, as rewards are computed: without the wait the first request would run alone.
+# A batch begins after so many seconds without a new request. After a batch the workers send their
+# next requests one by one, as rewards are computed: without the wait the first one would run alone.
 _GATHER_S = 0.01
-# How long `close` waits for the token that is being computed. A process that ends while another
+# Seconds that `close` waits for the token that is being computed. A process that ends while another
 # thread is inside torch may crash.
 _CLOSE_S = 10.0
 
 
 @dataclass
 class SampleRequest:
-    """One sample that is asked for.
+    """A request for one sample.
 
     Attributes:
         ids: the prompt's token ids.
-        seed: of this sample; None takes one from the system's randomness.
-        where: the name of this sample in errors.
+        seed: the sample's seed; None takes one from the system's randomness.
+        where: the sample's name in errors.
     """
 
     ids: list[int]
@@ -67,12 +67,12 @@ class Transformers:
     """A model of a transformers directory (`engine.Engine`).
 
     Args:
-        directory: with config, weights and, for prompts that are texts or chats, a tokenizer.
+        directory: has config, weights and, for prompts that are texts or chats, a tokenizer.
         shape: the MoE layers that the directory's config names.
         sampling: how to sample.
 
     Attributes:
-        model: the transformers model, on `device`.
+        model, device: the transformers model, and the device that holds it.
 
     Raises:
         EngineError: transformers cannot load the model or its tokenizer, or the model has routers
@@ -123,7 +123,7 @@ class Transformers:
         return answer
 
     async def close(self) -> None:
-        """See `Engine.close`. A batch that runs ends after its current token."""
+        """See `Engine.close`. The batch under way ends after its current token."""
         self._closing = True
         if self._batches is not None:
             await end_tasks([self._batches])
@@ -153,7 +153,7 @@ class Transformers:
         return [int(token) for token in ids]
 
     async def _run_batches(self) -> None:
-        """Run batch after batch until no request waits; the most frequent length comes first."""
+        """Run batches until no request waits; prompts of the most frequent length come first."""
         while any(self._waiting.values()):
             number = -1
             while number != (number := sum(map(len, self._waiting.values()))):
@@ -207,11 +207,11 @@ class Transformers:
         """One sequence that `_continue` returned, as a rollout, a text and a finish reason."""
         length = len(request.ids)
         ended = np.isin(tokens_N[length:], self._stop_ids.cpu().numpy())
-        # A sequence that ends early runs on until its whole batch ends: those tokens are cut off.
+        # A sequence gets tokens until its whole batch ends: those after its own end are cut off.
         sampled = int(ended.argmax()) + 1 if ended.any() else len(ended)
         logprobs_N = np.zeros(length + sampled, np.float32)
         logprobs_N[length:] = logprobs_G[:sampled]
-        # N tokens have N - 1 rows: the last token's row, which a longer batch computes, is cut off.
+        # N tokens have N - 1 rows: the last token's row, computed if the batch ran on, is cut off.
         rows_LTK = ids_LTK[:, : length + sampled - 1]
         rollout = Rollout(
             tokens_N[: length + sampled].copy(),
@@ -246,14 +246,14 @@ class Transformers:
         Returns:
             Tokens [B, N] int32, prompts included; log-probs [B, G] float32, at temperature 1 over
             the whole vocabulary unless those of the processed distribution are asked for; expert
-            ids [L, B, T, K] of all forwarded tokens; of each sequence the kept ids of each sampled
-            token, empty unless they are asked for.
+            ids [L, B, T, K] of all forwarded tokens; for each sequence the kept ids of each sampled
+            token, or [] unless they are asked for.
         """
         cache, step_BN = None, prompt_BN
         tokens, logprobs, routes = [prompt_BN], [], []
         kept_B: list[list[np.ndarray]] = [[] for _ in prompt_BN]
         ended_B = torch.zeros(len(prompt_BN), dtype=torch.bool, device=self.device)
-        self._captured.take()  # drop what a failed batch has left there
+        self._captured.take()  # drop the routes that a failed batch has left
         for draw_B in draws_BG.to(self.device).unbind(1):
             if self._closing:
                 raise EngineError("the collection ends")
@@ -287,10 +287,10 @@ class Transformers:
 
 
 def _draws(batch: list[SampleRequest], sampling: Sampling) -> Tensor:
-    """The random numbers of each sample, float64 [B, G], from the sample's own seed alone.
+    """The random numbers of each sample, float64 [B, G], made from the sample's seed alone.
 
-    So a sample draws the same numbers in any batch, and again after a resume. Without a seed the
-    numbers come from the system's randomness.
+    So a sample draws the same numbers in any batch, and again after a resume. A sample without a
+    seed gets other numbers each time.
     """
     draws = []
     for request in batch:
@@ -306,13 +306,13 @@ def _draws(batch: list[SampleRequest], sampling: Sampling) -> Tensor:
 def _processed(logits: Tensor, sampling: Sampling) -> Tensor:
     """The logits to sample from: divided by the temperature, -inf where top-k or top-p cut.
 
-    At temperature 0 they are the given ones, because the likeliest token is taken (`_choose`).
+    At temperature 0 the logits stay as they are, because the likeliest token is taken (`_choose`).
 
     Args:
-        logits: float32, one row of the vocabulary for each sequence.
+        logits: float32 [B, vocabulary].
 
     Returns:
-        The same shape in float64, so that sums over a large vocabulary are rounded less.
+        float64 [B, vocabulary], so that sums over a large vocabulary are rounded less.
     """
     if sampling.temperature == 0:
         return logits.double()
@@ -323,7 +323,7 @@ def _processed(logits: Tensor, sampling: Sampling) -> Tensor:
     logits = logits.double()
     if sampling.top_p < 1:
         ordered, order = torch.softmax(logits, -1).sort(-1, descending=True)
-        # Cut a token if the tokens before it already sum to top_p; the first token always stays.
+        # Cut a token if the likelier tokens already sum to top_p; the likeliest one always stays.
         cut = ordered.cumsum(-1) - ordered >= sampling.top_p
         cut[:, 0] = False
         logits = logits.masked_fill(cut.scatter(-1, order, cut), float("-inf"))
@@ -351,13 +351,13 @@ def _choose(processed: Tensor, sampling: Sampling, draw_B: Tensor) -> Tensor:
 
 
 def load_model(directory: Path) -> Any:
-    """Load the model in the dtype of its config, with plain attention and plain experts.
+    """Load a model in the dtype of its config, with attention and experts of the kind "eager".
 
     "eager" runs the experts one after the other in a fixed order. The grouped kernels that
     transformers would choose may compute one sample differently in two batches.
 
     Raises:
-        EngineError: transformers cannot load the model.
+        EngineError: transformers cannot load the model, or the directory lacks weights.
     """
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

@@ -19,8 +19,8 @@ from megatron_r3.replay.words import one_line
 
 CHUNK_ROWS = 1 << 15  # rows that are read at a time
 MOST_CELL = 400  # characters of a cell of the table
-MOST_VALUES = 8  # a cell shows a list of at most so many values
-# Keys with a table or a warning of their own, and `experts`, whose counts only --json prints.
+MOST_VALUES = 8  # of a longer list a cell shows only the length
+# Keys that are shown in other tables, as warnings, or (`experts`) by --json alone.
 NOT_IN_TABLE = {
     "by_version", "experts", "impossible_logprobs", "layer", "layers", "policy_versions",
     "token_versions", "truth",
@@ -28,7 +28,7 @@ NOT_IN_TABLE = {
 
 
 def inspect_store(directory: Path) -> dict[str, Any]:
-    """All numbers about a store, ready for JSON (docs/rollout-store.md); reads the whole store.
+    """All numbers about a store, as JSON has them (docs/rollout-store.md); reads the whole store.
 
     Raises:
         StoreError: the store is damaged.
@@ -53,7 +53,7 @@ def inspect_store(directory: Path) -> dict[str, Any]:
 
 
 def store_warnings(numbers: dict[str, Any]) -> list[str]:
-    """What to look at before training on a store; empty if there is nothing.
+    """Warnings about rollouts that training would refuse; empty if there are none.
 
     Args:
         numbers: from `inspect_store`.
@@ -71,7 +71,7 @@ def _source(store: RolloutStore) -> dict[str, Any]:
     infos = [shard.info for shard in store.shards]
     prints = {info.router_fingerprint for info in infos}
     return {
-        # `str`, because the header of a shard may have anything in the place of a text
+        # `str`, because a shard's header may hold values that are no texts
         "engine": str(info.engine),
         "engine_version": str(info.engine_version),
         "model": str(info.model),
@@ -88,9 +88,10 @@ def _source(store: RolloutStore) -> dict[str, Any]:
 
 
 def _prompts(store: RolloutStore) -> dict[str, Any]:
-    """The number of prompts, of rollouts for each, and of prompts whose rewards are all equal.
+    """How many prompts there are, the fewest and the most rollouts of a prompt, and the number of
+    prompts whose rewards are all equal.
 
-    A prompt counts once for each policy version that sampled it.
+    A prompt counts once for each policy version that sampled responses to it.
     """
     reward_M = store.column("reward")
     _, group_M, counts = np.unique(store.groups(), return_inverse=True, return_counts=True)
@@ -137,9 +138,10 @@ def _responses(store: RolloutStore) -> dict[str, Any]:
 
 
 def _by_version(store: RolloutStore, length_M: np.ndarray) -> dict[str, dict[str, Any]]:
-    """For each policy version its rollouts, their mean reward and length, and its weights' digests.
+    """For each policy version the number, mean reward and mean response length of its rollouts, and
+    the digests of its weights.
 
-    A rollout that several versions sampled counts for its first one, which is its `policy_version`.
+    A rollout that several versions sampled counts for the first one, its `policy_version`.
     """
     version_M, reward_M = store.column("policy_version"), store.column("reward")
     policies: dict[int, set[str]] = {}
@@ -176,11 +178,12 @@ def _spread(values: np.ndarray) -> dict[str, float]:
 def _layer(hidden: int | None, counts_E: np.ndarray, repeated: float) -> dict[str, Any]:
     """How a layer's rows spread over its experts.
 
-    `uneven` is the load of the busiest expert in units of the mean load. Example: 4 experts with 5,
+    `uneven` is the largest load of an expert divided by the mean load. Example: 4 experts with 5,
     1, 1 and 1 rows have a mean of 2, so `uneven` is 2.5.
 
     Args:
-        hidden: the hidden layer; None for the sum of all layers.
+        hidden: the number of the hidden layer; None for the sum of all layers.
+        counts_E: how many rows chose each expert.
         repeated: the `repeated_rows` of `_routes`.
     """
     mean = counts_E.mean()
@@ -197,9 +200,9 @@ def _layer(hidden: int | None, counts_E: np.ndarray, repeated: float) -> dict[st
 def _routes(store: RolloutStore) -> dict[str, Any]:
     """The share of missing rows, and how the recorded rows spread over the experts.
 
-    `repeated_rows` is, of the rows after a recorded row, the share with the same ids as that row. A
-    layer's counts rows that repeat in this layer. The store's counts rows that repeat in all layers
-    at once, which is rare unless a buffer is stale.
+    `repeated_rows` is the share of rows that have the same ids as the row before. Only pairs of
+    recorded rows are counted. A layer has the share of rows that repeat in this layer; the store
+    has the share that repeat in all layers at once, which is rare unless a buffer is stale.
     """
     shape = len(store.info.moe_layers), store.info.num_experts
     counts_LE, repeated_L = np.zeros(shape, np.int64), np.zeros(shape[0], np.int64)
@@ -226,9 +229,10 @@ def _routes(store: RolloutStore) -> dict[str, Any]:
 
 
 def _chunks(store: RolloutStore) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Of some rollouts at a time: ids, recorded bits, and whether a row is not its rollout's first.
+    """Yield the rows of some rollouts at a time: ids `[L, T, K]`, recorded bits `[T]`, and bits
+    `[T]` that are False for the first row of each rollout.
 
-    Example: for rollouts of 3 and 2 rows the third is [no, yes, yes, no, yes].
+    Example: the last bits for rollouts of 3 and 2 rows are [False, True, True, False, True].
     """
     layers = range(len(store.info.moe_layers))
     batch: list[np.ndarray] = []
@@ -241,10 +245,11 @@ def _chunks(store: RolloutStore) -> Iterator[tuple[np.ndarray, np.ndarray, np.nd
 
 
 def text_of(stores: Sequence[dict[str, Any]], each_layer: bool) -> str:
-    """Stores side by side, then tables of each one: its policy versions and, if asked, its layers.
+    """A table of the stores side by side, then for each store a table of its policy versions.
 
     Args:
         stores: from `inspect_store`.
+        each_layer: whether each store gets a table of its MoE layers too.
     """
     parts = [_table(stores)]
     for store in stores:
@@ -262,11 +267,11 @@ def _table(stores: Sequence[dict[str, Any]]) -> str:
 
 
 def _versions(store: dict[str, Any]) -> str:
-    """A row for each policy version that sampled, also if there is only one."""
+    """A table with a row for each policy version that sampled tokens of the store."""
     rollouts, tokens = store["by_version"], store["token_versions"]
     rows = [["version", "rollouts", "reward", "response length", "share of tokens", "policy"]]
     for version in sorted({*rollouts, *tokens}, key=int):
-        # {} if a version began no rollout, and only continued rollouts of earlier versions
+        # no entry if the version only continued rollouts of earlier versions
         row = rollouts.get(version, {})
         of_row = [row.get(name) for name in ("rollouts", "reward", "response_length")]
         policies = row.get("policies", ["in rollouts of earlier versions"])
@@ -275,14 +280,14 @@ def _versions(store: dict[str, Any]) -> str:
 
 
 def _layers(store: dict[str, Any]) -> str:
-    """How the rows of each MoE layer spread over its experts, a row for each layer."""
+    """A table with a line for each MoE layer: how its rows spread over its experts."""
     names = [name for name in store["all_layers"] if name != "experts"]
     rows = [[_cell(layer[name]) for name in names] for layer in store["layers"]]
     return _grid([[name.replace("_", " ") for name in names], *rows])
 
 
 def _facts(numbers: Mapping[str, Any], of: str = "") -> Iterator[tuple[str, str]]:
-    """Each number with its name, for example "reward mean" and "0.25"."""
+    """Yield the name and text of each number, for example "reward mean" and "0.25"."""
     for key, value in numbers.items():
         name = f"{of} {key}".replace("_", " ").strip()
         if key in NOT_IN_TABLE:
@@ -304,7 +309,7 @@ def _cell(value: Any) -> str:
 
 
 def _grid(rows: Iterable[Sequence[str]]) -> str:
-    """Rows of cells under each other.
+    """The rows as lines of text, in columns.
 
     Names in a store may hold anything, so every cell is made one line without control characters.
     """

@@ -1,7 +1,7 @@
 """Write a store as a parquet table, a row for each rollout, and read rewards from such a table.
 
-The table has all of a rollout but its routes. Rewards and advantages alone are read back: rollouts
-are scored again elsewhere, and a new store gets the old rollouts with the new numbers.
+The table has all of a rollout but its routes. Other programs can write new rewards and advantages
+into it; `from_parquet` writes a new store that has the old rollouts with these numbers.
 
 Shape suffixes (docs/glossary.md): C, N, V.
 """
@@ -44,7 +44,7 @@ def _is_ids(kind: pa.DataType) -> bool:
     return is_list and pa.types.is_integer(kind.value_type)
 
 
-# for each column that is read: what it must hold, in an error's words, and a check of its type
+# for each column that is read: the words of an error for what it must hold, and a check of its type
 _KINDS: dict[str, tuple[str, Callable[[pa.DataType], bool]]] = {
     **dict.fromkeys(KEY, ("whole numbers", pa.types.is_integer)),
     "reward": ("numbers", _is_number),
@@ -118,14 +118,14 @@ def from_parquet(path: Path, directory: Path, out: Path) -> int:
     """Write a new store, the old one with the table's rewards; returns how many rewards changed.
 
     A row is found by its `policy_version`, `group` and `sample`, so rows may come in any order. If
-    the table has `tokens`, they must be those of the store. If the store has advantages, which
-    belong to the old rewards, the table must have a column `advantage`; null stands for no
-    advantage.
+    the table has `tokens`, they must be those of the store. If the store has advantages, the table
+    must have a column `advantage`, because the store's belong to the old rewards; null stands for
+    no advantage.
 
     Raises:
         StoreError: the table cannot be read or has columns of other types; a rollout has no row, a
             row has no rollout, two rows name one rollout or a row has other tokens; a group has new
-            rewards and only old advantages; `out` cannot be written.
+            rewards and only old advantages; `out` exists already or cannot be written.
         RewardError: a reward or an advantage is no finite number.
     """
     store = RolloutStore([directory], mixed_policies=True)
@@ -223,16 +223,16 @@ def _columns(
 
 
 def _refuse_more_tokens(file: pq.ParquetFile, path: Path, known: int) -> None:
-    """Before unpacking, compare the number of ids in the file's metadata with the store's.
+    """Refuse a table with many more token ids than the store, before the ids are unpacked.
 
-    An id that repeats takes next to nothing in the file, and 28 bytes as a Python number. Example:
+    An id that repeats takes next to nothing in the file, and 36 bytes in a Python list. Example:
     a list of a million times id 500 takes some bytes in the file and 36 MB in memory.
     """
     groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
     columns = [group.column(i) for group in groups for i in range(group.num_columns)]
     ids = sum(c.num_values for c in columns if c.path_in_schema.split(".")[0] == "tokens")
     # Parquet counts empty and missing lists as values, too, and a table may have a rollout twice.
-    # So the bound is generous: later the ids are compared row by row.
+    # So the bound is generous; `_rewarded` compares the ids of each row.
     if ids > 4 * known + (1 << 20):
         raise StoreError(f"{path}: column tokens has {ids} ids; the store has {known}")
 

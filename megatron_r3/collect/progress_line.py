@@ -21,12 +21,12 @@ class Progress:
 
     Attributes:
         total: rollouts that the store is to have in the end.
-        before: rollouts of these that the store had at the start.
+        before: rollouts that the store had at the start, of those that are wanted.
         stored: rollouts that were written since the start.
-        waiting: rollouts in memory, until their group is whole and their shard full.
-        retries: requests that were repeated.
+        waiting: rollouts that stay in memory until their group is whole and their shard full.
+        retries: repetitions of requests.
         refused: responses that could not be used.
-        tokens: sampled tokens of the responses that were taken.
+        tokens: sampled tokens of the rewarded responses.
     """
 
     total: int = 0
@@ -39,7 +39,7 @@ class Progress:
     _bar: tqdm | None = field(default=None, repr=False)
 
     def __enter__(self) -> Progress:
-        """Show the bar. `disable=None` means: only on a terminal."""
+        """Show the bar, if stderr is a terminal (`disable=None`)."""
         self._bar = tqdm(
             total=self.total, initial=self.before, unit=" rollouts", file=sys.stderr, disable=None
         )
@@ -52,7 +52,7 @@ class Progress:
         self._bar.close()
 
     def on_retry(self) -> None:
-        """Count a request that is repeated."""
+        """Count the repetition of a request."""
         self.retries += 1
         self.show()
 

@@ -1,7 +1,6 @@
 """What to collect: prompts, how to sample, which model, what rewards, and where the rollouts go.
 
-`Model`, which says what a store needs to know of a transformers directory, is used by `convert` and
-`verify` too.
+`convert` and `verify` use `Model` too: what a store needs to know of a transformers directory.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from megatron_r3.data.fingerprint import policy_stamp, router_fingerprint
 from megatron_r3.data.store import Rollout, SamplingSettings, StoreInfo
 from megatron_r3.data.untrusted import read_json
 
-# Why a temperature or a top-p is refused without kept sets: a response does not say which
-# distribution its log-probs are of.
-_NOBODY_SAYS = {
+# The distributions that an engine's log-probs may be of, if a response has no kept sets. The
+# response does not say which, so a temperature or a top-p is refused without kept sets.
+_MAY_BE_OF = {
     "vllm": "vLLM's are of temperature 1, or of the processed distribution if the server was "
     "started with --logprobs-mode processed_logprobs",
     "sglang": "SGLang's are of this temperature, or of temperature 1 if the server has "
@@ -30,7 +29,7 @@ _NOBODY_SAYS = {
 
 
 class BiasedSampling(ValueError):
-    """An engine's log-probs may be of another distribution than the sampled one, or say nothing."""
+    """An engine's log-probs may be of another distribution than the sampled one, or are all 0."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Sampling:
         top_p: sample from the likeliest tokens that together have this probability; 1 means all.
         top_k: sample from this many of the likeliest tokens; 0 means all.
         seed: each sample's seed is made from this one. None means that the engine chooses.
-        logprobs_of: the distribution of the stored log-probs ("raw", "processed"), as in
+        logprobs_of: the distribution of the stored log-probs ("raw", "processed" or None), as in
             SamplingSettings. With "processed" and a top-p or top-k, kept sets are stored too.
     """
 
@@ -67,7 +66,7 @@ class Sampling:
         return self.logprobs_of == "processed" and (self.top_p < 1 or self.top_k > 0)
 
     def seed_of(self, group: int, sample: int, policy_version: int) -> int | None:
-        """The seed of one sample, of 31 bits. It does not depend on what was sampled before."""
+        """One sample's seed, which has 31 bits and is the same in each run; None without `seed`."""
         if self.seed is None:
             return None
         # A digest, because some generators mix neighbouring seeds badly.
@@ -86,8 +85,8 @@ def sampling_for(engine: str, sampling: Sampling, biased: bool = False) -> Sampl
             (`--biased-sampling`).
 
     Raises:
-        BiasedSampling: the engine does not return what training on such rollouts needs.
-        ValueError: the engine does not take such requests.
+        BiasedSampling: with these settings the engine's log-probs are of no use for training.
+        ValueError: the engine does not take requests with these settings.
     """
     if engine == "megatron":
         _refuse_for_megatron(sampling)
@@ -96,7 +95,7 @@ def sampling_for(engine: str, sampling: Sampling, biased: bool = False) -> Sampl
         return sampling
     given = ", ".join(unknown)
     if biased:
-        # A server does not say which distribution its log-probs are of. With transformers they are
+        # A server does not say which distribution its log-probs are of. Those of transformers are
         # computed in this process, from the raw logits.
         return replace(sampling, logprobs_of="raw" if engine == "transformers" else None)
     if sampling.temperature == 0:
@@ -115,7 +114,7 @@ def sampling_for(engine: str, sampling: Sampling, biased: bool = False) -> Sampl
     if not sampling.top_k:  # vLLM and SGLang return a mask only if top-k bounds its size
         raise BiasedSampling(
             f"{given}: the response does not say which distribution its log-probs are of: "
-            f"{_NOBODY_SAYS[engine]}; with a top-k, e.g. 1000, the engine returns kept sets and "
+            f"{_MAY_BE_OF[engine]}; with a top-k, e.g. 1000, the engine returns kept sets and "
             "log-probs over them"
         )
     return processed
@@ -159,8 +158,7 @@ class Model:
         """The header of a store of rollouts that this model sampled.
 
         Args:
-            engine: the name of the engine that ran the model.
-            engine_version: of that engine.
+            engine, engine_version: the name and version of the engine that ran the model.
             more: other fields of StoreInfo.
         """
         return StoreInfo.of_model(
@@ -200,7 +198,7 @@ def read_model(path: Path, **shape: Any) -> Model:
 
 
 def _sampling_defaults(path: Path) -> Mapping[str, Any]:
-    """What a generation_config.json has; nothing if there is no such file."""
+    """The fields of a generation_config.json; empty if there is no such file."""
     try:
         found = read_json(path.read_bytes(), str(path)) if path.is_file() else {}
     except (OSError, ValueError) as error:
@@ -225,10 +223,10 @@ class Plan:
         shard_size: rollouts of a shard, or a few more, so that groups stay whole. A kill loses the
             rollouts that wait for their shard to be full.
         refused_retries: how often a sample is asked for again after a response that cannot be used.
-        all_or_nothing: store no rollout unless all are there, and then as one shard.
+        all_or_nothing: store nothing until all rollouts are there, then store them as one shard.
         whole_groups: store no group of which a sample was given up.
-        check: looks at the rollouts of a shard, and the shard's header, before the shard is stored,
-            and raises ValueError to keep them out of the store.
+        check: called with the rollouts and the header of a shard before the shard is stored; raises
+            ValueError to keep the rollouts out of the store.
 
     Raises:
         ValueError: a prompt has ids outside the vocabulary, or cannot be sent as JSON.

@@ -18,7 +18,7 @@ from megatron_r3.data.untrusted import read_json
 from megatron_r3.data.values import MOST_TOKEN_ID, wrong_token
 from megatron_r3.replay.words import one_line
 
-_BITS = 63  # of a digest, so that int64 can hold it as a number
+_BITS = 63  # bits of a digest that are used as a number, so that the number fits into int64
 
 
 class PromptError(ValueError):
@@ -55,7 +55,7 @@ class Prompt:
 
     @cached_property
     def digest(self) -> int:
-        """The content as a number (`prompt_digest`)."""
+        """The `prompt_digest` of the content."""
         return prompt_digest(self.content)
 
     def check_json(self) -> None:
@@ -85,11 +85,11 @@ class Prompt:
 
 
 def prompt_digest(content: list[int] | str | list[dict[str, Any]]) -> int:
-    """A number that tells prompts apart: 63 bits of the SHA-256 of canonical JSON. It is never 0.
+    """A number that tells prompts apart: 63 bits of the SHA-256 of the prompt's JSON.
 
-    A store writes 0 where no digest is known. Example: the JSON of token ids is
-    `["tokens",[1,5,9]]`. A text has "text" in the first place and a chat "messages", so the text
-    "[1,5,9]" is another prompt.
+    The number is never 0, because 0 in a store means that the digest is not known. Example: the
+    JSON of token ids is `["tokens",[1,5,9]]`. A text has "text" in place of "tokens", and a chat
+    "messages", so the text "[1,5,9]" is another prompt.
 
     Args:
         content: token ids, a text, or the messages of a chat.
@@ -106,9 +106,9 @@ def prompt_digest(content: list[int] | str | list[dict[str, Any]]) -> int:
 def read_prompts(path: Path) -> list[Prompt]:
     """The prompts of JSON lines `{"prompt": ids or text}` or `{"messages": [...]}`.
 
-    The group of a prompt is the line's `group`. Without one the group is the line's `id`; an `id`
-    that is a text gives the first 63 bits of its SHA-256. Without both the group is the line's
-    number, from 0 on.
+    The group of a prompt is the line's `group`; if the line has none, its `id`, or the first 63
+    bits of the SHA-256 of an `id` that is a text; if the line has neither, the line's number, from
+    0 on.
 
     Raises:
         PromptError: the file is not readable or empty, a line is no prompt, or two lines have the

@@ -1,13 +1,13 @@
-"""Every field that a request to an engine may have, by what the field does to the sampled tokens.
+"""Lists the fields of requests to engines by what each field does to the sampled tokens.
 
 The policy loss divides two probabilities of one distribution, so a store must say how its tokens
-were drawn. An unknown field may change how tokens are drawn without a trace: a repetition penalty
-of 1.3 shows in none of vLLM's raw log-probs. So `convert` and the embedded sampler refuse a field
-that `_RECORDED`, `PLAIN` and `_FREE` do not name, and `collect` sends no such field.
+were drawn. An unknown field may change that without a trace: a repetition penalty of 1.3 shows in
+none of vLLM's raw log-probs. So `convert` and the embedded sampler refuse a field that `_RECORDED`,
+`PLAIN` and `_FREE` do not name, and `collect` sends no such field.
 
-The three have all fields of vLLM 0.30.0 (/v1/completions, /v1/chat/completions and
-/inference/v1/generate) and of SGLang 0.5.23 (/generate and /v1/...); a test goes through
-all of these. Megatron's server adds one field, `return_tokenized_data`.
+`_RECORDED`, `PLAIN` and `_FREE` have all fields of vLLM 0.30.0 (/v1/completions,
+/v1/chat/completions and /inference/v1/generate) and of SGLang 0.5.23 (/generate and /v1/...); a
+test goes through all of these fields. Megatron's server adds `return_tokenized_data`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _RECORDED = {"temperature", "top_p", "top_k", "min_p"}
 _RECORDED |= {"max_tokens", "max_completion_tokens", "max_new_tokens"}
 _MOST_NUMBER = 2.0**31
 
-# Fields that change the distribution or hide a part of the response, unless their value is here.
+# Fields that change the distribution or hide a part of the response, with the values that do not.
 PLAIN: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (1,),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
-    "min_tokens": (0,),  # before so many tokens the end token is masked out of the logits
+    "min_tokens": (0,),  # until a response has so many tokens, the end token cannot be drawn
     "min_new_tokens": (0,),
     "logit_bias": ({},),
     "bad_words": ([],),
@@ -38,7 +38,8 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "response_format": ({"type": "text"},),
     "structured_outputs": ({},),
-    # "required" and a named function are grammars; `_changes_nothing` looks for `strict` tools
+    # "required" and a function's name force tokens into a grammar; `strict` tools do too, for which
+    # `_changes_nothing` looks
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "ebnf_full_assistant": (False,),
@@ -48,8 +49,8 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "extra_args": ({},),
     "modalities": (["text"],),
     "use_audio_in_video": (False,),
-    "include_reasoning": (True,),  # False: the reward would see less than the model wrote
-    "parallel_tool_calls": (True,),  # the same: False drops all calls but the first
+    "include_reasoning": (True,),  # with False the reward would see less than the model wrote
+    "parallel_tool_calls": (True,),  # with False the reward would see only the first call
 }
 
 # Settings that an engine takes from the model's generation_config.json if a request leaves them
@@ -87,8 +88,8 @@ _FREE = {
     *("return_hidden_states", "return_meta_info", "return_cached_tokens_details"),
     *("return_spec_tokens_details", "return_input_ids_in_sglext", "return_output_ids_in_sglext"),
     *("return_tokenized_data", "separate_reasoning", "stream_reasoning"),
-    # These say how the request is served. vLLM's `watermarking` turns the server's watermark on or
-    # off. Refusing it is no use: a request without it does not show whether there is a watermark.
+    # These say how the request is served. `watermarking` turns the watermark of vLLM on or off. It
+    # is not refused, because a request without `watermarking` may have a watermark too.
     *("request_id", "rid", "session_id", "user", "metadata", "store", "service_tier", "priority"),
     *("cache_salt", "extra_key", "kv_transfer_params", "ec_transfer_params", "kv_hints"),
     *("skip_clone", "skip_reading_prefix_cache", "watermarking", "background", "no_logs"),
@@ -151,8 +152,8 @@ def _number(
 ) -> float | None:
     """A number of a request; None if the request does not have it.
 
-    It stands at the top level or in `sampling_params`, of which SGLang takes a list if the request
-    has several prompts; then all prompts must have the same number.
+    The number stands at the top level of the request or in `sampling_params`. A request to SGLang
+    with several prompts may have a list of `sampling_params`, which must all have the same number.
     """
     nested = request.get("sampling_params")
     holders = nested if isinstance(nested, list) else [nested]
@@ -178,10 +179,10 @@ def _number(
 
 
 def left_out(engine: str, request: Mapping[str, Any]) -> list[str]:
-    """The settings that a request leaves out, if its engine takes them from elsewhere then.
+    """The settings that the engine takes from the model's generation_config.json for this request.
 
-    vLLM (`ModelConfig.get_diff_sampling_param`) and the chats of SGLang
-    (`ModelConfig.get_default_sampling_params`) take them from the model's generation_config.json.
+    vLLM (`ModelConfig.get_diff_sampling_param`) and SGLang's chats
+    (`ModelConfig.get_default_sampling_params`) take the settings there that a request leaves out.
     vLLM's /inference/v1/generate and SGLang's /generate do not.
     """
     takes = {"vllm": "token_ids" not in request, "sglang": "messages" in request}
@@ -193,10 +194,11 @@ def left_out(engine: str, request: Mapping[str, Any]) -> list[str]:
 def refuse_defaults(
     engine: str, request: Mapping[str, Any], defaults: Mapping[str, Any], where: str
 ) -> None:
-    """Refuse a request that leaves out what the model's generation_config.json sets.
+    """Refuse a request that leaves out a setting by which the model's generation_config.json would
+    change the distribution.
 
     Args:
-        defaults: what that file has; empty if there is no such file.
+        defaults: the fields of that file; empty if there is no such file.
 
     Raises:
         EngineError: naming `where`, the setting and the file's value.
@@ -215,7 +217,8 @@ def refuse_defaults(
 def _changes_nothing(name: str, value: Any) -> bool:
     if name in _RECORDED or name in _FREE or value in PLAIN.get(name, ()):
         return True
-    # With an "auto" choice, vLLM and SGLang force calls into the schema of a `strict` tool alone.
+    # With the `tool_choice` "auto", vLLM and SGLang force only calls of `strict` tools into a
+    # grammar.
     return name == "tools" and isinstance(value, list) and not any(map(_is_strict, value))
 
 

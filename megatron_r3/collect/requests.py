@@ -1,4 +1,4 @@
-"""A request for one sample, the most bytes of an answer, and a check that it has kept sets."""
+"""Makes the request for one sample, bounds its answer's size, and refuses one without kept sets."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from megatron_r3.data.rollout import Rollout
 # Bytes that an answer may have; real answers have about a tenth.
 _OF_ANY_ANSWER = 1 << 20  # names, times, counts: whatever a server sends beside its tokens
 _OF_A_TOKEN = 1024  # its id twice, its text, its log-prob, and the same of one alternative
-_OF_AN_ID = 14  # an expert id as `65535, ` in a nested list, twice
+_OF_AN_ID = 14  # twice the longest text of an expert id in a nested list, `65535, `
 _OF_A_KEPT_ID = 16  # `2147483647, ` and some blanks
-_MOST_KEPT = 65_536  # ids that a token keeps, if no vocabulary is known; SGLang's default is 4096
+_MOST_KEPT = 65_536  # kept ids of a token, if no vocabulary is known; SGLang's default is 4096
 _TEMPLATE_TOKENS = 4096  # tokens that a chat template adds to the messages
 
 
 def build_request(
     engine: str, prompt: Prompt, sampling: Sampling, seed: int | None, model: str
 ) -> tuple[str, dict[str, Any]]:
-    """Path and body of a request that asks for one sample: token ids, log-probs and routes.
+    """The path and body of a request that asks for one sample: token ids, log-probs and routes.
 
-    Kept sets are asked for if `sampling` wants them; vLLM returns those at another path. Each
-    sample has a request of its own, so that it has its own seed and is repeated alone.
+    The request asks for kept sets if `sampling` wants them; vLLM returns kept sets only at
+    /inference/v1/generate. Each sample has its own request, and so its own seed and repetitions.
 
     Args:
-        seed: of this sample; None leaves the choice to the engine.
+        seed: the sample's seed; None leaves the choice to the engine. Megatron's server takes none.
         model: the name under which the server has the model. If it is empty, the request names no
             model, and the server takes its only one.
 
@@ -56,7 +56,7 @@ def _vllm(
         # output_mode has vLLM 0.32 and later return the text too; 0.30 ignores it.
         body = {"token_ids": prompt.tokens, "sampling_params": {**params, "logprobs": 1}}
         return "/inference/v1/generate", {**body, "output_mode": "text", **named}
-    # Two ids may have the same text, so log-probs name ids: "token_id:523" instead of " the".
+    # Two ids may have the same text, so each log-prob comes with "token_id:523" instead of " the".
     params |= {"return_token_ids": True, "return_tokens_as_token_ids": True, **named}
     if prompt.is_chat:
         return "/v1/chat/completions", {**params, "messages": prompt.content, "logprobs": True}
@@ -69,7 +69,7 @@ def _drawn(sampling: Sampling, all_tokens: int) -> dict[str, Any]:
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k or all_tokens,
-        # Both are switched off here because the model's generation_config.json may set them.
+        # These values change nothing. Without them vLLM takes those of generation_config.json.
         "min_p": 0.0,
         "repetition_penalty": 1.0,
     }
@@ -95,12 +95,14 @@ def _sglang(prompt: Prompt, sampling: Sampling, seed: int | None) -> tuple[str, 
 
 
 def _megatron(prompt: Prompt, sampling: Sampling) -> tuple[str, dict[str, Any]]:
-    """There is no seed: the server draws for all requests from one random stream."""
+    """The path and body for Megatron's server, which takes no seed: it draws the tokens of all
+    requests from one stream of random numbers.
+    """
     body: dict[str, Any] = {
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
-        # 0 switches top-p off. 1 would not: rounded probabilities may sum to more than 1, and the
-        # tokens behind that point would be cut. Upstream also refuses 1 beside a top-k.
+        # 0 switches top-p off. 1 does not: rounded probabilities may sum to more than 1, and the
+        # tokens after the sum has passed 1 are cut. Upstream also refuses 1 together with a top-k.
         "top_p": sampling.top_p if sampling.top_p < 1 else 0.0,
         "top_k": sampling.top_k,
     }
@@ -122,7 +124,7 @@ def answer_limit(shape: ModelShape, prompt: Prompt, sampling: Sampling) -> int:
         prompt_tokens = len(json.dumps(prompt.content)) + _TEMPLATE_TOKENS
     of_a_row = _OF_AN_ID * shape.num_hidden_layers * shape.topk
     limit = _OF_ANY_ANSWER + (prompt_tokens + sampling.max_tokens) * (_OF_A_TOKEN + of_a_row)
-    if sampling.wants_kept:  # more than top-k tokens are kept if their probabilities are equal
+    if sampling.wants_kept:  # tokens as likely as the last of the top-k are kept too
         kept = min(2 * sampling.top_k, shape.vocab_size or _MOST_KEPT)
         limit += sampling.max_tokens * _OF_A_KEPT_ID * kept
     return limit

@@ -32,9 +32,8 @@ class Stored:
 
     Attributes:
         samples: (group, sample) of each rollout.
-        engine_policy: the version of the engine's weights that these rollouts are stored with, or
-            "" if they are stored without one. None means that the store has no rollout of the
-            policy version.
+        engine_policy: the version of the engine's weights in the headers of these rollouts; "" if
+            the headers name none; None if the store has no rollout of the policy version.
     """
 
     samples: set[tuple[int, int]] = field(default_factory=set)
@@ -49,8 +48,8 @@ def only_writer(directory: Path) -> Iterator[None]:
     removed at the start. At the end the directory is removed if it is empty.
 
     Raises:
-        StoreError: another collection writes to the directory, nothing can be written there, or its
-            file system has no hard links, by which shards get their names.
+        StoreError: another collection writes to the directory, this process cannot write to it, or
+            its file system has no hard links, by which shards get their names.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -58,7 +57,7 @@ def only_writer(directory: Path) -> Iterator[None]:
     except OSError as error:
         raise _unwritable(directory, error) from error
     try:
-        # Left-overs do no harm, so it does not matter if one of them cannot be removed.
+        # A half-written file does no harm, so an error of its removal is ignored.
         with suppress(OSError):
             for unfinished in directory.glob(".shard-*.tmp"):
                 unfinished.unlink()
@@ -83,12 +82,13 @@ def _unwritable(directory: Path, error: OSError) -> StoreError:
 
 
 def _lock(directory: Path) -> int:
-    """Take the lock and return its open file. The kernel frees it however this process ends.
+    """Lock the directory's lock file, and return its descriptor. The kernel frees the lock however
+    this process ends.
 
-    A writer removes the lock file at its end, so having the lock of an open file is not enough: the
-    file may have no name any more. Example: A has the lock; B opens the file; A removes the file
-    and ends; B gets the lock of the removed file while C makes a new file and locks that.
-    So B compares its open file with the one that has the name now, and tries again if they differ.
+    A writer removes the lock file at its end, so a process may lock a file that has no name any
+    more. Example: A has the lock; B opens the file; A removes the file and ends; B gets the lock of
+    the removed file while C makes and locks a new file. So B compares its open file with the file
+    that has the name after the lock was taken, and tries again if the two differ.
     """
     path = directory / LOCK
     while True:
@@ -117,11 +117,12 @@ def stored_samples(
     prompts: Sequence[Prompt],
     pushed: bool = False,
 ) -> Stored:
-    """The rollouts of this policy version in the directory.
+    """What the directory has of this policy version.
 
     Args:
+        info: the header of the shards that the collection will write.
         pushed: whether the caller loaded this version into the engine. Then equal weights under two
-            versions are no mistake: an update with a learning rate of 0 changes nothing.
+            versions are no mistake: an update with a learning rate of 0 changes no weights.
 
     Raises:
         StoreError: a shard is damaged, of another model or engine, of another policy with the same
@@ -154,7 +155,8 @@ def _check_info(
                 f"them: {'; '.join(differences(same_policy, info))}: give another --out"
             )
         if not info.engine_policy:
-            # The engine named no version at the start. Its responses may: `EnginePolicy` compares.
+            # The engine named no version at the start. `EnginePolicy` compares what its responses
+            # name.
             stored_info = replace(stored_info, engine_policy="")
         version_M = shard.tensors["policy_version"]
         if policy_version not in version_M:
@@ -179,10 +181,10 @@ def _check_info(
 def _check_prompts(
     store: RolloutStore, of_version_M: np.ndarray, prompts: Sequence[Prompt]
 ) -> None:
-    """Refuse rollouts of a group that were sampled from another prompt than the group has now.
+    """Refuse rollouts that were sampled from another prompt than their group has now.
 
     Args:
-        of_version_M: bool, the rollouts of this policy version.
+        of_version_M: bool, True for the rollouts of this policy version.
 
     Raises:
         StoreError: naming the prompt, the rollout and its group.
@@ -200,7 +202,7 @@ def _check_prompts(
     for rollout in np.flatnonzero(asked_M & (digest_M != digests[prompt_M])).tolist():
         prompt = prompts[prompt_M[rollout]]
         name = f"{prompt.where}: {store.name(rollout)} of its group {prompt.group}"
-        if digest_M[rollout] == 0:  # a store that the user's own code wrote may have no digests
+        if digest_M[rollout] == 0:  # not known: the user's own code may have written the store
             raise StoreError(
                 f"{name}: the store has no digest of its prompt, so the two prompts cannot be "
                 "compared: give another --out"

@@ -20,7 +20,7 @@ from megatron_r3.replay.words import one_line, quoted
 
 
 class RewardError(ValueError):
-    """A reward, or a function for rewards, that cannot be used; the message names it."""
+    """A reward or a reward function that cannot be used; the message says which and why."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,14 @@ class RewardSample:
     """What a reward function gets.
 
     Attributes:
-        fields: the whole line of the prompt; the line may hold an answer or a task's name.
+        fields: the prompt's whole line, which may hold an answer or a task's name; with `convert`,
+            the line of the recorded response.
         prompt_tokens, response_tokens: token ids.
         message: what the model wrote, as the engine returns it: `content`, and what the server's
-            parsers took out of it, e.g. `reasoning` and `tool_calls`. Empty if the engine sends no
-            text, for example for lack of a tokenizer.
+            parsers took out of the content, e.g. `reasoning` and `tool_calls`. Empty if the engine
+            sends no text, for example for lack of a tokenizer.
         finish_reason: why the response ended, in the engine's words: "stop", "length".
-        group, sample: which sample of which prompt.
+        group, sample: the number of the prompt's group, and of the sample in the group.
     """
 
     fields: Mapping[str, Any]
@@ -54,7 +55,7 @@ class RewardSample:
         group: int,
         sample: int,
     ) -> RewardSample:
-        """What the function sees of a response."""
+        """The RewardSample of a response."""
         tokens, length = decoded.tokens_N.tolist(), decoded.prompt_length
         prompt, response = tokens[:length], tokens[length:]
         return cls(fields, prompt, response, said.message, said.finish_reason, group, sample)
@@ -65,7 +66,6 @@ class RewardSample:
 
         Raises:
             RewardError: the engine sent no text, or the text lacks a part of what the model wrote.
-                With "" in its place a reward would be wrong, and nobody would see why.
         """
         if "content" not in self.message:
             raise RewardError("the engine sent no text: read sample.response_tokens instead")
@@ -94,7 +94,7 @@ def load_reward(spec: str, folder: Path | None = None) -> RewardFunction:
     if not module_name or not name:
         raise RewardError(f"--reward {spec}: give it as module:function")
     first = os.getcwd() if folder is None else str(folder)
-    # `python -m` puts the working directory on sys.path, an installed `megatron-r3` does not.
+    # `python -m` puts the working directory on sys.path; the command `megatron-r3` does not.
     if first not in (sys.path if folder is None else sys.path[:1]):
         sys.path.insert(0, first)
     try:
@@ -112,14 +112,15 @@ def score(function: RewardFunction, sample: RewardSample, where: str) -> float:
     """The reward that the function gives.
 
     Raises:
-        RewardError: beginning with `where`: the function raised, or returned no finite number.
+        RewardError: the function raised, or returned no finite number; the message begins with
+            `where`.
     """
     name = one_line(f"{function.__module__}:{getattr(function, '__name__', function)}", 200)
     try:
         value = function(sample)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # SystemExit included: it would end this process without a word
+    except BaseException as error:  # SystemExit too, which would end this process with no error
         raise RewardError(f"{where}: the reward {name} raised {_text_of(error)}") from error
     return checked_reward(value, f"{where}: the reward {name} returned")
 
@@ -128,11 +129,11 @@ def checked_reward(value: Any, prefix: str) -> float:
     """The value as a number that the store can hold.
 
     Raises:
-        RewardError: beginning with `prefix`, then the value.
+        RewardError: the value is no finite number; the message begins with `prefix` and the value.
     """
     try:
         wrong = wrong_reward(value)
-    except Exception as error:  # a value of any class may come, for example a tensor of two numbers
+    except Exception as error:  # a value of any class may come, for example a tensor of 2 numbers
         wrong = f"a reward is a number ({_text_of(error)})"
     if wrong is not None:
         raise RewardError(f"{prefix} {quoted(value, 200)}; {wrong}")

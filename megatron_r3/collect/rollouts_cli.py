@@ -25,7 +25,7 @@ Row = tuple[str, str, dict[str, Any]]  # an option or argument: its name, help, 
 
 
 def add_rollouts(subparsers: Commands[argparse.ArgumentParser]) -> None:
-    """Register `rollouts` and its commands; each sets `run`, a function of the parsed arguments."""
+    """Register `rollouts` and its commands; each command sets `args.run` to its function."""
     summary = "collect rollouts from an engine, inspect, verify, show and convert them"
     parser = subparsers.add_parser("rollouts", help=summary, description=summary)
     parser.set_defaults(group=parser)
@@ -178,7 +178,7 @@ def _engine_maker(args: argparse.Namespace) -> Callable[[Plan, int], Engine]:
 
 
 def run_inspect(args: argparse.Namespace) -> int:
-    """Print a table of the stores, their policy versions and layers, then the truth test.
+    """Print tables of the stores or, with --json, their numbers; --model adds the truth test.
 
     The exit status is 1 where --fail-on-alarm is given and there is an alarm.
     """
@@ -232,7 +232,7 @@ def _compare_with_model(
 
 
 def run_verify(args: argparse.Namespace) -> int:
-    """Print a line for each store that is whole."""
+    """Check the stores, and print a line for each; a ValueError ends the command."""
     from megatron_r3.collect.verify_store import read_policies, verify_store
     from megatron_r3.replay.words import one_line
 
@@ -246,7 +246,7 @@ def run_verify(args: argparse.Namespace) -> int:
 
 
 def run_responses(args: argparse.Namespace) -> int:
-    """Print how many rollouts the new store has, and what was left out."""
+    """Convert responses; print how many rollouts the new store has, and what was left out."""
     from megatron_r3.collect.convert import Recording, convert_responses
     from megatron_r3.collect.prompt_plan import read_model
     from megatron_r3.collect.reward import load_reward
@@ -271,7 +271,7 @@ def run_responses(args: argparse.Namespace) -> int:
 
 
 def run_to_parquet(args: argparse.Namespace) -> int:
-    """Print how many rows the table has."""
+    """Write the table, and print how many rollouts it has."""
     from megatron_r3.collect.parquet import to_parquet
 
     print(f"{args.out} has {to_parquet(args.store, args.out)} rollouts")
@@ -279,7 +279,7 @@ def run_to_parquet(args: argparse.Namespace) -> int:
 
 
 def run_from_parquet(args: argparse.Namespace) -> int:
-    """Print how many rewards are new."""
+    """Write the new store, and print how many rewards changed."""
     from megatron_r3.collect.parquet import from_parquet
 
     changed = from_parquet(args.file, args.store, args.out)
@@ -299,11 +299,12 @@ _MODEL: Row = (
     _MUST | _HF_DIR,
 )
 _SHAPE: tuple[Row, ...] = (
-    ("--moe-layers", "the MoE layers of a model type that is not known, from 0 on: 1-3,7",
+    ("--moe-layers",
+     "the MoE layers of a model whose type is not known, counted from 0, for example 1-3,7",
      {"type": layers, "metavar": "LAYERS"}),
-    ("--num-experts", "its experts of a layer, if its config.json does not say",
+    ("--num-experts", "experts of each MoE layer, if the model's config.json does not say",
      {"type": number(int, 1), "metavar": "N"}),
-    ("--topk", "its experts of a token, if its config.json does not say",
+    ("--topk", "experts of each token, if the model's config.json does not say",
      {"type": number(int, 1), "metavar": "N"}),
 )  # fmt: skip
 _REWARD = "function that takes a RewardSample and returns its reward, a number"
@@ -368,11 +369,13 @@ _INSPECT: tuple[Any, ...] = (
     _STORES,
     ("--layers", "show the experts' load by layer", {"action": "store_true"}),
     ("--model",
-     "run some rollouts through transformers with these weights, and compare the routes", _HF_DIR),
+     "a transformers directory: run some rollouts through this model, and compare the routes",
+     _HF_DIR),
     ("--agreement", "how many rollouts --model runs, spread over the store (default: 8)",
      {"type": number(int, 1), "default": 8, "metavar": "N"}),
     ("--model-before",
-     "the weights before the last update: finds rows that the engine computed with those", _HF_DIR),
+     "a transformers directory of the weights before the last update, to find rows that the engine "
+     "computed with these weights", _HF_DIR),
     ("--fail-on-alarm", "exit with status 1 where --model raises an alarm",
      {"action": "store_true"}),
     ("--json", "print all numbers as JSON", {"action": "store_true"}),
@@ -389,7 +392,7 @@ _RESPONSES: tuple[Any, ...] = (
     "make a store from recorded responses: JSON lines {request, response, reward?, group?}",
     ("file", "the recorded responses", _FILE),
     ("--out", "the new store", _MUST | _DIR),
-    ("--engine", "the engine that sampled them",
+    ("--engine", "the engine that sampled the responses",
      {"required": True, "choices": ("vllm", "sglang", "megatron")}),
     ("--engine-version", "version of that engine", {"default": "unknown", "metavar": "V"}),
     _MODEL,
@@ -398,7 +401,8 @@ _RESPONSES: tuple[Any, ...] = (
     ("--policy-version",
      _VERSION.format("what the responses say, if it is a number; else 0"), _WHOLE),
     _SHARD_SIZE,
-    ("--skip-refused", "leave out responses that cannot be decoded, and print why",
+    ("--skip-refused",
+     "leave out lines whose response cannot be decoded or whose request is refused, and print why",
      {"action": "store_true"}),
 )  # fmt: skip
 _TO_PARQUET: tuple[Any, ...] = (

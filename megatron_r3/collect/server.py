@@ -23,10 +23,10 @@ from megatron_r3.data.values import wrong_text
 
 
 class Server:
-    """The engine behind an address (`engine.Engine`).
+    """An engine that is a server (`engine.Engine`).
 
     Args:
-        dialect: whose requests and responses the server has: "vllm", "sglang" or "megatron".
+        dialect: the server's kind of requests and responses: "vllm", "sglang" or "megatron".
         client: sends the requests.
         shape: the model's layers and experts; a response with routes of another shape is refused.
         sampling: how to sample.
@@ -84,15 +84,15 @@ class Server:
 
 def _megatron_health(page: Any) -> Mapping[str, Any]:
     if page["service"] != "Megatron Inference Server":
-        raise LookupError("such service")  # `Watch._read` makes "no such service" of it
+        raise LookupError("such service")  # `Watch._read` puts "no" before these words
     return {}
 
 
 _Read = Callable[[Any], Mapping[str, Any]]
-# The pages of each engine: paths, of which the first that exists is taken, and what reads the page.
-# vLLM has /weight_info only if it takes new weights (VLLM_SERVER_DEV_MODE). Older SGLang calls its
-# pages /get_... . SGLang's /server_info has a weight_version too, but in 0.5.23 that never changes
-# after the start: new weights show in /model_info.
+# The pages of each engine. A page has paths, of which the first that exists is taken, and the
+# function that reads it. vLLM has /weight_info only if it takes new weights (VLLM_SERVER_DEV_MODE).
+# Older SGLang calls its pages /get_... . SGLang's /server_info has a weight_version too, but in
+# 0.5.23 it never changes after the start; the one of /model_info does.
 _PAGES: dict[str, tuple[tuple[tuple[str, ...], _Read], ...]] = {
     "vllm": (
         (("/version",), lambda page: {"version": page["version"]}),
@@ -124,10 +124,10 @@ _PAGES: dict[str, tuple[tuple[tuple[str, ...], _Read], ...]] = {
 
 
 class Watch:
-    """Asks a server who it is: at the start, and again after its responses.
+    """Asks a server for its identity: at the start, and again after its responses.
 
     Attributes:
-        start: who the server was at the start.
+        start: the identity at the start.
     """
 
     def __init__(self, client: Client, engine: str) -> None:
@@ -143,7 +143,7 @@ class Watch:
         """Ask for every page that the engine may have; `confirm` asks for those that exist.
 
         Raises:
-            EngineError: there is no answer, or one that no engine of this kind gives.
+            EngineError: there is no answer, or an answer that no engine of this kind gives.
         """
         names: dict[str, str] = {}
         for paths, read in _PAGES[self._engine]:
@@ -161,16 +161,15 @@ class Watch:
         return self.start
 
     async def confirm(self) -> None:
-        """See `Engine.confirm`. One check of the server serves many calls.
+        """See `Engine.confirm`. One check of the server serves all calls that came before it began.
 
-        These are all calls that came before the check began. Example: while a check is under
-        way for call 1, calls 2 to 30 come and wait for the lock. Call 2 gets the lock, sees that 30
-        calls have come, and asks the server. Calls 3 to 30 then find that the check served them
-        too. So 30 responses cost two checks.
+        Example: while a check is under way for call 1, calls 2 to 30 come and wait for the lock.
+        Call 2 gets the lock, sees that 30 calls have come, and asks the server. Calls 3 to 30 then
+        find that this check served them too. So 30 responses cost two checks.
 
         Raises:
-            EngineChanged: the server is another one.
-            NoAnswer: the server does not say who it is.
+            EngineChanged: the server's identity differs from that of the start.
+            NoAnswer: the server does not tell its identity.
         """
         self._last_number += 1
         number = self._last_number
@@ -199,7 +198,7 @@ class Watch:
                 )
 
     def _read(self, page: Any, path: str, read: _Read) -> dict[str, str]:
-        """What a page says, by the names of `Identity`'s fields.
+        """The values on a page, by the names of `Identity`'s fields.
 
         Raises:
             EngineError: the page is not the engine's, or a value on the page is no text.

@@ -15,22 +15,24 @@ if TYPE_CHECKING:
     from megatron_r3.data.rollout import Rollout
     from megatron_r3.data.truth import Compared
 
-MOST_PLACES, MOST_TEXT = 20, 10_000  # what a line shows: tokens or (token, layer); characters
+MOST_PLACES = 20  # tokens, or (token, layer) pairs, that a line names
+MOST_TEXT = 10_000  # characters of a decoded text
 
 
 def add_show(commands: Any) -> None:
-    """Register the command."""
+    """Register `rollouts show`."""
     summary = "show rollouts: prompt, response, reward, policy version, and where routes differ"
     parser = commands.add_parser("show", help=summary, description=summary)
     parser.add_argument("store", type=Path, metavar="DIR", help="the rollout store")
     parser.add_argument(
         "rollouts", nargs="*", default=["0"], metavar="ROLLOUT",
-        help="numbers in the store or, as SHARD:NUMBER, in a shard, all from 0 on (default: 0)",
+        help="number of a rollout in the store, or SHARD:NUMBER for its number in a shard; shards "
+        "and rollouts count from 0 (default: 0)",
     )  # fmt: skip
     parser.add_argument(
         "--model", type=Path, metavar="HF_DIR",
-        help="show the text, by this model's tokenizer; if the folder has weights, transformers "
-        "runs the rollouts, and the routes that differ from its own are shown",
+        help="show the text, by this model's tokenizer; if the folder has weights, run the "
+        "rollouts through transformers, and show which routes differ",
     )  # fmt: skip
     parser.set_defaults(run=run_show)
 
@@ -64,7 +66,7 @@ def run_show(args: argparse.Namespace) -> int:
 
 
 def _number(store: Any, text: str) -> int:
-    """Which rollout of the store is named: `12`, or `1:3` for rollout 3 of shard 1."""
+    """The number in the store of the rollout `12`, or of `1:3`, which is rollout 3 of shard 1."""
     shard, colon, number = text.rpartition(":")
     sizes = [one.num_rollouts for one in store.shards] if colon else [len(store)]
     if re.fullmatch("([0-9]{1,9}:)?[0-9]{1,9}", text):
@@ -78,8 +80,8 @@ def _number(store: Any, text: str) -> int:
 
 
 def _tokenizer(model: Path) -> Any:
-    """The tokenizer of a folder; None if there is none that loads, or no transformers."""
-    if not any(model.glob("tokenizer*")):  # transformers would make up an empty one
+    """The tokenizer of a folder; None if the folder has none that transformers can load."""
+    if not any(model.glob("tokenizer*")):  # transformers would make an empty tokenizer
         return None
     try:
         from transformers import AutoTokenizer
@@ -90,7 +92,7 @@ def _tokenizer(model: Path) -> Any:
 
 
 def _lines(rollout: Rollout, tokenizer: Any) -> Iterator[tuple[str, str]]:
-    """Title and text of each line that shows a rollout."""
+    """Yield the title and text of each line that shows a rollout."""
     import numpy as np
 
     spans = "" if rollout.versions_C2 is None else f", then {rollout.versions_C2[1:, 1].tolist()}"
@@ -121,7 +123,7 @@ def _part(title: str, tokens_N: Any, tokenizer: Any) -> Iterator[tuple[str, str]
 
 
 def _differing(one: Compared, moe_layers: tuple[int, ...]) -> str:
-    """The (token, layer) pairs whose recorded experts are not the model's own."""
+    """How many recorded routes differ from the model's own, and at which (token, layer) pairs."""
     import numpy as np
 
     routes = one.rollout.routes
@@ -135,6 +137,6 @@ def _differing(one: Compared, moe_layers: tuple[int, ...]) -> str:
 
 
 def _few(places: list[Any]) -> str:
-    """The first `MOST_PLACES` places, separated by spaces, and how many more there are."""
+    """The first `MOST_PLACES` items, separated by spaces, and how many more there are."""
     more = f" and {len(places) - MOST_PLACES} more" if len(places) > MOST_PLACES else ""
     return " ".join(map(str, places[:MOST_PLACES])) + more

@@ -1,8 +1,8 @@
-"""Ends a collection in order: signals, the tasks of its event loop, and its threads.
+"""Ends a collection without loss after a signal; ends tasks of the event loop, and threads.
 
-SIGINT, SIGTERM and SIGHUP raise `Interrupted` wherever the command is, as a Ctrl-C does. While
+Inside `raising`, SIGINT, SIGTERM and SIGHUP raise `Interrupted` at whatever line runs. While
 samples are on their way, an exception in the middle of a task could lose a group that is whole. So
-inside `noting` a signal only sets an event, and the code that waits for samples looks at the event.
+inside `noting` a signal only sets an event, and `Stop.first` waits for this event and for samples.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ T = TypeVar("T")
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal came; `collect` stores the whole groups before it raises this.
+    """A signal came; `collect` stores the whole groups before it raises this error.
 
-    A KeyboardInterrupt, so that no `except Exception` catches it.
+    The base class is KeyboardInterrupt, so that no `except Exception` catches it.
 
     Attributes:
-        number: of the signal.
+        number: the signal's number.
     """
 
     def __init__(self, number: int, message: str) -> None:
@@ -82,8 +82,8 @@ class Stop:
     """The first signal that came, for the tasks of one event loop.
 
     Attributes:
-        number: of that signal; None before it came.
-        came: an event, set once the signal has come.
+        number: the signal's number; None before it came.
+        came: an event that is set once the signal has come.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class Stop:
         """The result of the work, unless a signal comes before the work ends.
 
         Raises:
-            Interrupted: a signal came, and the work was cancelled.
+            Interrupted: a signal came, and the work was cancelled if it had not ended.
         """
         task, came = asyncio.ensure_future(work), asyncio.ensure_future(self.came.wait())
         try:
@@ -122,9 +122,9 @@ async def end_tasks(tasks: Collection[asyncio.Future[Any]]) -> None:
 
 
 def _end_at_the_next_signal() -> None:
-    """Let a signal end the process at once, as if it had no handler, from _ONE_SIGNAL_S on.
+    """Have the next signal end the process at once, as a signal without a handler does.
 
-    Until then signals are ignored: `timeout` sends the first one twice.
+    Signals of the first `_ONE_SIGNAL_S` seconds are ignored: `timeout` sends each signal twice.
     """
     first = time.monotonic()
 
@@ -141,16 +141,16 @@ def _end_at_the_next_signal() -> None:
 def take_signals(
     handler: Callable[[int, FrameType | None], None], numbers: Sequence[int] = _NUMBERS
 ) -> dict[int, Any]:
-    """Have the handler take the signals that are not ignored; returns the handlers before.
+    """Set the handler of those signals that are not ignored; returns their former handlers.
 
-    `nohup` starts a command with SIGHUP ignored: that command must outlive its terminal.
+    `nohup` starts a command with SIGHUP ignored, and this command must outlive its terminal.
     """
     heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
     return {number: signal.signal(number, handler) for number in heard}
 
 
 def give_back(before: dict[int, Any]) -> None:
-    """Put back what `take_signals` returned."""
+    """Set the handlers again that `take_signals` returned."""
     for number, handler in before.items():
         signal.signal(number, handler)
 
@@ -189,10 +189,10 @@ class BackgroundThread:
 
     def _run(self) -> None:
         for future, function, arguments in iter(self._calls.get, None):
-            if future.set_running_or_notify_cancel():  # else nobody waits for the result any more
+            if future.set_running_or_notify_cancel():  # False if the caller of `run` was cancelled
                 try:
                     future.set_result(function(*arguments))
                 except BaseException as error:
                     future.set_exception(error)
-            # Without this the last result would stay in memory until the next call comes.
+            # Else this frame would keep the last result in memory until the next call comes.
             del future, function, arguments

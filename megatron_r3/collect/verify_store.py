@@ -31,7 +31,8 @@ class Checked:
 
 
 def read_policies(path: Path, **shape: Any) -> Policies:
-    """Read a transformers directory, or a folder of published policies, each when first needed.
+    """The model of a transformers directory; of a folder of published policies a function that
+    returns the model of a policy version (None if it has no folder), read at its first use.
 
     Args:
         shape: what a config does not say, as in `ModelShape.from_hf_config`.
@@ -75,9 +76,8 @@ def verify_store(directory: Path, policies: Policies | None = None) -> Checked:
 
 
 def _model_of(shard: Shard, policies: Policies) -> Model | None:
-    """The model that sampled a shard; None if the shard's version has no folder.
-
-    None too if the shard has several versions: it does not say which of them its stamp is of.
+    """The model that sampled a shard; None if the shard's version has no folder, or if the shard
+    has several versions, because its header does not say to which of these its stamp belongs.
     """
     if isinstance(policies, Model):
         return policies
@@ -92,7 +92,7 @@ def _versions(shard: Shard) -> tuple[int, int]:
 
 
 def _said(text: str, policies: Policies, pairs: list[tuple[Shard, Model | None]]) -> Checked:
-    """Add what was compared with the policies to the text, and warn of what was not."""
+    """The text and what was compared with the policies, with warnings of what was not compared."""
     compared = [(shard.info, model) for shard, model in pairs if model is not None]
     warnings = []
     if compared:

@@ -61,11 +61,11 @@ class Shelf:
 
     @property
     def waiting(self) -> int:
-        """How many rollouts a kill would lose now."""
+        """How many rollouts are in memory only: a kill would lose them."""
         return len(self._whole) + sum(map(len, self._parts.values()))
 
     def expect(self, groups: Iterable[int]) -> None:
-        """Announce samples: `groups` names a group once for each of its samples."""
+        """Announce samples: `groups` has each group once for each sample that will come of it."""
         self._left.update(groups)
 
     def take(self, group: int, rollout: Rollout | None) -> None:
@@ -101,7 +101,8 @@ class Shelf:
             return
         self._whole.sort(key=lambda r: (self._order[r.group], r.sample))
         if self._check is not None:
-            # Refused rollouts must not come to the check again when the collection ends.
+            # `self._whole` stays empty if the check raises: `collect` calls `store` again at the
+            # end, and refused rollouts must not be checked again.
             whole, self._whole = self._whole, []
             self._check(whole, self.info)
             self._whole = whole
@@ -174,10 +175,11 @@ def keep_freed_memory() -> None:
 
     Call it in a command that moves many rollouts and then ends. It has no effect without glibc.
 
-    Why: glibc serves an array of 128 kB or more by `mmap` and gives its pages back when the array
-    is freed. The kernel clears every page before it lends it again. Example: a shard whose routes
-    are 100 MB costs 25,000 page faults each time; in decoding and storing routes that was a fifth
-    of the time. With both thresholds raised, arrays below 32 MB come from the heap and stay there.
+    Why: glibc gets an array of 128 kB or more by `mmap` and gives its pages back when the array is
+    freed. The kernel clears every page before a process gets the page again. Example: a shard with
+    100 MB of routes costs 25,000 page faults. These took a fifth of the time in which routes were
+    decoded and stored. With both thresholds raised, arrays below 32 MB come from the heap, and
+    freed arrays stay there.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
