@@ -1,1 +1,1 @@
-"""Replay in Megatron's own RL loop of the routes that its engine recorded."""
+"""Replays the routes that Megatron's inference engine recorded in Megatron's own RL loop."""

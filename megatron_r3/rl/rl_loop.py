@@ -2,7 +2,7 @@
 
 The loop makes batches and losses itself. This file wraps the loop's forward steps: a wrapper takes
 the row ids of a micro-batch, makes the routes of this rank's layers and tokens active, and calls
-the loop's step. The reference model's pass is live: its weights are not those that sampled.
+the loop's step. The reference model routes live, because its weights did not sample.
 
 Shape suffixes (docs/glossary.md): B, S, T.
 """
@@ -39,15 +39,15 @@ OLD, UPDATE = "old pass", "update"
 
 
 class LoopReplay:
-    """Replay in the RL loop of this process.
+    """Replays the engine's routes in the RL loop of this process.
 
     Args:
         options: what was asked for.
         iteration: returns the number of the iteration that runs, from 0.
-        packing: returns the loop's packing context; None if the collection is not packed.
+        packing: returns the loop's packing context, or None if the collection is not packed.
 
     Attributes:
-        turns: those of the last collection; None before the first collection.
+        turns: the turns of the last collection; None before the first collection.
     """
 
     def __init__(
@@ -65,10 +65,12 @@ class LoopReplay:
         self._began = 0  # the iteration of the first update on the collection
 
     def begin_collection(self, rows: Sequence[Any], rollouts: Sequence[Any]) -> LoopReplay:
-        """Take over the turns of a collection; every rank gets all of them.
+        """Read the turns of a collection, of which every rank gets all; returns this object.
+
+        Wrong turns end the run.
 
         Args:
-            rows, rollouts: those of all data-parallel ranks (see `read_turns`).
+            rows, rollouts: the rows and rollouts of all data-parallel ranks (see `read_turns`).
         """
         options = self.options
         try:
@@ -91,7 +93,7 @@ class LoopReplay:
         return self
 
     def rows(self, begin: int, end: int) -> Tensor:
-        """The row ids of turns `begin` to `end`, not packed, int64 `[B, S]`."""
+        """The row ids of the turns from `begin` up to `end - 1`, not packed, int64 `[B, S]`."""
         assert self.turns is not None
         return self.turns.rows(begin, end, self.options.seq_length)
 
@@ -132,9 +134,8 @@ class LoopReplay:
         return step
 
     def log(self, iteration: int, writer: Any, wandb_writer: Any) -> str:
-        """What the last old-policy pass and the last step measured, for Megatron's log line.
-
-        All ranks call this together.
+        """Write what the last old-policy pass and the last step measured, and return it for
+        Megatron's log line. All ranks call this together.
 
         Args:
             iteration: as Megatron counts when it logs, from 1.
@@ -145,7 +146,7 @@ class LoopReplay:
         return "".join(lines)
 
     def _forget(self) -> None:
-        """Drop what was measured and not logged, but not the memory of which alarms were there."""
+        """Drop what was measured and not logged, but remember which alarms were raised."""
         for metrics in self.metrics.values():
             metrics.microbatches, metrics.dispatched = {}, [0, 0]
 
@@ -156,7 +157,7 @@ class LoopReplay:
                 f"{self.turns.without[0].name}: the engine sent no routes, and "
                 "--moe-router-replay-missing is error: use an agent that keeps `routes` of the "
                 "responses, or give --moe-router-replay-missing live "
-                f"({len(self.turns.without)} such turns)"
+                f"(turns without routes: {len(self.turns.without)})"
             )
         if self.turns.turns and not self.turns.recorded_T.any():
             raise ValueError(
@@ -175,7 +176,10 @@ class LoopReplay:
         )
 
     def _batch(self, batch: Sequence[Tensor], packing: Any) -> tuple[list[Tensor], Tensor]:
-        """What the loop's step reads of a batch, and the row ids `[B, S]` of that batch."""
+        """The part of a batch that the loop's step reads, and the batch's row ids `[B, S]`.
+
+        A packed batch begins with the number of a bin; any other batch ends with its row ids.
+        """
         assert self.turns is not None, "a forward step of the RL loop before its first collection"
         if packing is not None:
             return [*batch], self._rows_of_bin(packing, int(batch[0]))
@@ -193,7 +197,8 @@ class LoopReplay:
     def _replaying(self, which: str, model: Any, rows_BS: Tensor) -> Iterator[None]:
         """Replay a forward pass; end the run if a layer did not take its routes.
 
-        All layers have run when the forward step ends: `refuse_in_loop` refuses other schedules.
+        All layers have run when the forward step ends: `refuse_in_loop` refuses the schedule that
+        runs layers later.
         """
         microbatch = self._microbatch(which, model, rows_BS)
         with replaying(microbatch):
@@ -206,7 +211,7 @@ class LoopReplay:
             )
 
     def _check_bins(self, packing: Any) -> None:
-        """Compare the tokens of all bins with their rows, once a collection."""
+        """Refuse bins that hold other tokens than their rows; called once a collection."""
         for number, tokens_S in enumerate(packing.packed_trajs.cpu()):
             self._check_tokens(self._rows_of_bin(packing, number), tokens_S[None])
 
@@ -222,9 +227,10 @@ class LoopReplay:
         assert self.turns is not None
         module: Any = unwrapped(model)
         self._pass = which
-        # Alarms look at a collection's first update alone: in later ones the weights have moved
-        # away, which is no fault of the rows. Not every iteration is logged, so the first log line
-        # of a collection may be of a later update.
+        # Alarms look only at a collection's first update. The weights of later updates are not
+        # those that sampled, so that their routers choose other experts without any fault of the
+        # rows. Not every iteration is logged, so the first log line of a collection may be of a
+        # later update.
         self.metrics[UPDATE].begins_collection = self._iteration() == self._began
         door = self._doors.get(module) or self._equip(module)
         try:
@@ -258,9 +264,10 @@ class LoopReplay:
         return door
 
     def _measured(self, routes: HostRoutes) -> tuple[Tally, Places]:
-        """The rows of a micro-batch that are compared with the live choice, and their places.
+        """The tally of a micro-batch, and the places of its tokens.
 
-        All rows that have a recorded route are compared; those that predict a sampled token count.
+        All rows with a recorded route are compared with the live choice. Only the rows that predict
+        a sampled token count in the mismatch.
         """
         assert self.turns is not None
         rows_T = routes.rows_T
@@ -274,5 +281,5 @@ class LoopReplay:
         )
 
     def add_dispatched(self, matched: int, total: int) -> None:
-        """Add a witness's counts to those of the pass that runs; a recompute is of the update."""
+        """Add a witness's counts to the metrics of the pass that began last."""
         self.metrics[self._pass].add_dispatched(matched, total)

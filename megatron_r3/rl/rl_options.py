@@ -1,4 +1,4 @@
-"""Options of replay in Megatron's RL loop, and those of Megatron that are refused beside it."""
+"""The options of replay in Megatron's RL loop, and Megatron's options that are refused with it."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _REFUSED = {
     "context_parallel_size": "the RL loop splits no sequences on 0.19.0, and on main replay was "
     "not tested with split sequences; set --context-parallel-size 1",
     _SCHEDULE: "an engine that schedules ahead (--inference-dynamic-batching-async-sched-mode "
-    "async) records no routes; use legacy",
+    "async) records no routes; set it to legacy",
     "rl_durable_rollout_bank": "--rl-durable-rollout-bank writes rollouts without their routes, "
     "so rollouts from the bank could not be replayed; leave it out",
     "mtp_num_layers": "replay in the RL loop was not tested with --mtp-num-layers; leave it out",
     "moe_router_replay_guest_slots": "guests of hot experts were not tested in the RL loop; leave "
     "out --moe-router-replay-guest-slots",
     "overlap_moe_expert_parallel_comm": "with --overlap-moe-expert-parallel-comm layers run after "
-    "the forward step, and replay in the RL loop was not tested so; leave it out",
+    "the forward step, and replay in the RL loop was not tested with that; leave it out",
     "use_megatron_fsdp": _FSDP,
     "use_torch_fsdp2": _FSDP,
 }
@@ -40,18 +40,19 @@ _REFUSED = {
 
 @dataclass(frozen=True, kw_only=True)
 class LoopOptions:
-    """What the replay in Megatron's RL loop is asked to do, and what it knows of the loop.
+    """The options of replay in Megatron's RL loop, and facts about the loop and its model.
 
     Attributes:
-        shape: of the model's MoE layers.
+        shape: the model's MoE layers, experts and top-k.
         num_layers: decoder layers of the whole model.
-        seq_length: to which samples that are not packed are padded.
+        seq_length: the length to which samples that are not packed are padded.
         group_size, num_groups: rollouts of a group, groups of a collection.
         refuse_missing: whether a turn without routes is refused.
         verify_dispatch: whether what reached each expert is compared with what the engine sent.
-        mismatch_interval, log_interval: every how many iterations live and recorded choices are
-            compared (0 for never; only in iterations that log), and a line is logged.
-        store: the directory to which each collection is written; None for none.
+        mismatch_interval: live and recorded choices are compared every so many iterations, if the
+            iteration logs too; 0 for never.
+        log_interval: Megatron logs a line every so many iterations.
+        store: the rollout store to which each collection is written; None writes nothing.
         sampling: temperature, top_p and top_k as the loop's requests have them; max_tokens, which
             bounds prompt and response together.
         vocab_size: rows of the output layer.
@@ -116,7 +117,7 @@ def refuse_in_loop(args: Any) -> None:
     refused["context_parallel_size"] = (refused["context_parallel_size"] or 1) > 1
     refused[_SCHEDULE] = refused[_SCHEDULE] == "async"
     reasons = [] if _is_patched() else [_NOT_PATCHED]
-    # `fromkeys`: two options may be refused for one reason, which is said once
+    # `fromkeys`: two options may be refused for one reason, which the error has once
     reasons += dict.fromkeys(_REFUSED[name] for name, is_refused in refused.items() if is_refused)
     reasons += [
         f"{flag(option.name)} is for the rollouts of a store (--rollouts); leave it out"

@@ -22,13 +22,14 @@ def write_collection(options: LoopOptions, turns: TurnRoutes, version: str) -> P
     no longer has the weights that sampled.
 
     Args:
-        version: of Megatron, whose engine sampled.
+        version: the version of Megatron, whose engine sampled.
 
     Returns:
         The new file.
 
     Raises:
-        ValueError: a turn that no store may hold, naming it; or a directory that cannot be written.
+        ValueError: a store may not hold one of the turns, which the message names; or the store's
+            directory cannot be written.
     """
     assert options.store is not None
     info = StoreInfo.of_model(

@@ -1,12 +1,13 @@
 """The turns of a collection of Megatron's RL loop: their tokens, their routes, and their rows.
 
-Every rank has the same turns in the same order, before they are shared out among data-parallel
-ranks. The rows of a collection are the routes of all turns, one turn behind the other. A turn of N
-tokens has N - 1 rows: the engine never forwards the last token, and no log-prob depends on its
-experts, so that token counts as padding. Example, turns of 4 and 3 tokens in samples of 5:
+Every rank reads all turns, in the order before the loop shares them out among data-parallel ranks.
+The rows of a collection are those of the first turn, then those of the second, and so on. A turn of
+N tokens has N - 1 rows: the engine never forwards the last token, and no log-prob depends on the
+experts of the last token, so that token counts as padding. Example: the row ids of the positions
+that two turns of 4 and 3 tokens take.
 
-    rows of the samples     0 1 2 -1 -1  and  3 4 -1 -1 -1
-    rows of a bin of both   0 1 2 -1 3 4 -1
+    not packed, padded to 5 positions   0 1 2 -1 -1  and  3 4 -1 -1 -1
+    packed, a bin of both turns         0 1 2 -1 3 4 -1
 
 Shape suffixes (docs/glossary.md): B, C, G, K, L, M, N, S, T, U.
 """
@@ -31,20 +32,21 @@ from megatron_r3.replay.words import quoted
 
 @dataclass(frozen=True)
 class Turn:
-    """A sequence that the loop trains on: a turn of a rollout with all that came before it.
+    """A sequence that the loop trains on: a turn of a rollout with all tokens before the turn.
 
-    Megatron's main branch trains on a rollout of several turns as one sequence, if each turn begins
-    with the turn before. Each turn was a request then, which sampled only that turn's tokens.
+    Megatron's main branch trains on a rollout of several turns as one sequence, if the tokens of
+    each turn begin with all tokens of the turn before. Then the sequence has a request to the
+    engine for each turn, which sampled only the tokens of that turn.
 
     Attributes:
-        name: what errors call it.
+        name: the sequence's name in errors.
         tokens_N: int32.
         response_N: bool, True on sampled tokens.
         logprobs: the sampler's log-prob of each sampled token.
-        sent: for each request, the shortest first, the number of tokens and the routes as the
+        sent: for each request, the shortest first, the number of its tokens, and the routes as the
             engine sent them (None if it sent none).
-        reward: of its rollout.
-        group, sample: numbers of the rollout's group, and of the sequence among those of the group.
+        reward: the rollout's reward.
+        group, sample: the number of the rollout's group, and of the sequence in that group.
         versions: pairs of a token and a policy version, ascending: from the forward pass of that
             token on, the policy of that version sampled. The first pair's token is 0.
     """
@@ -61,14 +63,15 @@ class Turn:
 
     @property
     def lacks_routes(self) -> bool:
-        """Whether the engine sent no routes for some of its tokens."""
+        """Whether the engine sent no routes for at least one request of the sequence."""
         return any(routes is None for _, routes in self.sent)
 
     def routes(self, shape: MoEShape) -> Routes:
         """The routes `[L, N - 1, K]`, checked; rows that the engine did not send are not recorded.
 
-        A row comes from the first request that has it. Example, requests of 4 and 7 tokens: rows 0
-        to 2 are of the first request, which forwarded 3 tokens, and rows 3 to 5 of the second.
+        A row comes from the first request that forwarded its token. Example, requests of 4 and 7
+        tokens: rows 0 to 2 are of the first request, which forwarded 3 tokens, and rows 3 to 5 of
+        the second. If the engine sent no routes for the first request, rows 0 to 2 are missing.
 
         Raises:
             ValueError: routes of other layers, experts or tokens, naming the turn.
@@ -111,9 +114,7 @@ class Turn:
             )
         logprobs_N[self.response_N] = self.logprobs
         if not isinstance(self.reward, (int, float)):
-            raise ValueError(
-                f"{self.name}: reward {quoted(self.reward)}: a store has one number for it"
-            )
+            raise ValueError(f"{self.name}: reward {quoted(self.reward)}: a store needs one number")
         sampled_G = np.flatnonzero(self.response_N)
         version_G = self.version_N[sampled_G]
         begins_G = np.diff(version_G, prepend=-1) != 0
@@ -148,8 +149,8 @@ def read_turns(
 
     Args:
         rows: each is a pair of a rollout and the index of one of its turns; or a rollout, whose
-            turns are one sequence; or filling: None, or a pair with None.
-        rollouts: of the collection, group by group.
+            turns are one sequence; or None or a pair with None, which only fills up a batch.
+        rollouts: the collection's rollouts, group by group.
         group_size: rollouts of a group.
         first_group: the number of the first group.
 
@@ -174,7 +175,11 @@ def read_turns(
 
 
 def _read_turn(rollout: Any, indices: list[int], name: str, group: int, sample: int) -> Turn:
-    """The sequence of these turns, each of which begins with the turn before."""
+    """The sequence of the turns `indices`, each of which begins with the tokens of the one before.
+
+    Raises:
+        ValueError: a rollout without token ids.
+    """
     masks = getattr(rollout, "generation_mask", None)
     if masks is None or rollout.logprobs is None:
         raise ValueError(
@@ -200,7 +205,11 @@ def _read_turn(rollout: Any, indices: list[int], name: str, group: int, sample: 
 
 
 def _versions(epochs: Any, masks: Any, indices: list[int]) -> list[tuple[int, int]]:
-    """`Turn.versions` of a sequence: a turn's versions count from its first sampled token on."""
+    """`Turn.versions` of a sequence.
+
+    The versions of a turn after the first begin at the forward pass that sampled the turn's first
+    token; the tokens before are of earlier turns.
+    """
     spans: list[tuple[int, int]] = []
     for index in indices if epochs else ():
         sampled = np.flatnonzero(masks[index])
@@ -213,14 +222,14 @@ class TurnRoutes:
     """The routes of all turns of a collection, by row id, for `ModelRoutes` and the witness.
 
     Args:
-        info: the MoE layers of the model.
-        turns: in the order of the loop.
+        info: the model's MoE layers, experts and top-k.
+        turns: the turns, in the order of the loop.
 
     Attributes:
         without: the turns of which the engine did not send all routes.
 
     Raises:
-        ValueError: routes that no router of this model can take, naming rollout and turn.
+        ValueError: a turn has routes that no router of this model can take; the message names it.
     """
 
     def __init__(self, info: MoEShape, turns: Sequence[Turn]) -> None:
@@ -242,13 +251,16 @@ class TurnRoutes:
     def routes(
         self, rows_T: np.ndarray, layers: Sequence[int], into_LTK: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Ids `[len(layers), T, K]` of these rows, and where they were recorded, bool `[T]`.
+        """The ids `[len(layers), T, K]` of these rows, and which rows are recorded, bool `[T]`.
+
+        Padding has the ids of row 0, and is not recorded.
 
         Args:
-            into_LTK: where the ids are written; None for a new array.
+            layers: positions in `info.moe_layers`.
+            into_LTK: the array that gets the ids; None for a new one.
         """
         here_T = rows_T >= 0
-        # `np.ix_` takes layers and rows at once; layers alone would copy the whole collection.
+        # `np.ix_` takes layers and rows at once. To take the layers first would copy all rows.
         ids_LTK = self.ids_LTK[np.ix_(np.array(layers), np.where(here_T, rows_T, 0))]
         if into_LTK is not None:
             into_LTK[...] = ids_LTK
@@ -256,9 +268,9 @@ class TurnRoutes:
         return ids_LTK, self.recorded_T[np.where(here_T, rows_T, 0)] & here_T
 
     def rows(self, begin: int, end: int, seq_length: int) -> Tensor:
-        """The rows of the samples `begin` to `end` that are not packed, int64 `[B, S]`.
+        """The row ids of the turns from `begin` up to `end - 1`, not packed, int64 `[B, S]`.
 
-        A sample behind the last turn fills up a batch, and has no rows.
+        A number after the last turn stands for a sample that fills up a batch: all is padding.
         """
         rows_BS = torch.full((end - begin, seq_length), PADDING)
         for sample in range(begin, min(end, len(self.turns))):
@@ -266,10 +278,10 @@ class TurnRoutes:
         return rows_BS
 
     def rows_of_bin(self, turns: Sequence[int], starts: Sequence[int], bin_size: int) -> Tensor:
-        """The rows of a packed bin, int64 `[1, S]`.
+        """The row ids of a packed bin, int64 `[1, S]`.
 
         Args:
-            turns: those of the bin, by their index in the collection.
+            turns: the indices of the bin's turns in the collection.
             starts: where each turn begins in the bin, and at last where the last turn ends.
         """
         rows_BS = torch.full((1, bin_size), PADDING)
@@ -279,13 +291,13 @@ class TurnRoutes:
         return rows_BS
 
     def _put(self, rows_S: Tensor, start: int, turn: int) -> None:
-        """Put the rows of a turn at `start`, without those that the loop cut off at the end."""
+        """Write the row ids of a turn from `start` on, up to the end of `rows_S`."""
         first, end = self.first_M[turn : turn + 2].tolist()
         end = min(end, first + len(rows_S) - start)
         rows_S[start : start + end - first] = torch.arange(first, end)
 
     def check_tokens(self, rows_BS: Tensor, tokens_BS: Tensor) -> None:
-        """Refuse samples that hold other tokens than their rows say.
+        """Refuse samples whose tokens are not those of their rows.
 
         Args:
             tokens_BS: int64, on the host.
@@ -305,17 +317,17 @@ class TurnRoutes:
             )
 
     def first_of(self, rows_T: np.ndarray) -> np.ndarray:
-        """The first row of the turn of each row; padding gives row 0."""
+        """For each row the first row of the row's turn; 0 for padding."""
         turns_T = np.searchsorted(self.first_M, np.maximum(rows_T, 0), side="right") - 1
         return self.first_M[turns_T]
 
     def locate(self, row: int) -> tuple[int, int]:
-        """The turn of a row, and the place of the row's token in that turn."""
+        """The index of a row's turn, and the index of the row's token in that turn."""
         turn = int(np.searchsorted(self.first_M, row, side="right")) - 1
         return turn, row - int(self.first_M[turn])
 
     def rollout(self, turn: int) -> Rollout:
-        """A turn as a rollout, read again from what the engine sent; the witness asks for this."""
+        """A turn as a rollout of a store, for the witness and for `write_collection`."""
         return self.turns[turn].record(self.info)
 
 

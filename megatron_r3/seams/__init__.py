@@ -1,1 +1,1 @@
-"""What the patches call, in files that are named like the patches; nothing else is here."""
+"""What the patches of Megatron-LM call; each docstring names the patch (docs/how-it-works.md)."""

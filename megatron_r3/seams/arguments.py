@@ -1,4 +1,4 @@
-"""Other half of the arguments patch: the options, and what is refused before training starts."""
+"""Called by patch 4: the options of training, and what is refused before training starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_r3.train.option_table import (
 
 
 def add_args(parser: Any) -> Any:
-    """Add the options of a training on rollouts to Megatron's parser, and give the parser back."""
+    """Add the options of a training on rollouts to Megatron's parser; returns the parser."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     add_to(parser, TransformerConfig.__dataclass_fields__)
@@ -25,16 +25,16 @@ def check_args(args: Any) -> None:
     """End the process for arguments or rollout stores that could not be replayed exactly.
 
     `validate_args` calls this before any process group exists. A single process opens its store
-    here, so that a wrong store is refused before the start-up. Several ranks open their stores in
-    seams/pretrain.py, as soon as they can tell each other what one of them found.
+    here, so that a wrong store is refused early. Several ranks open the store in seams/pretrain.py,
+    where one rank can tell the others what it found.
 
     Args:
-        args: Megatron's validated arguments. Without any option of ours nothing is checked.
+        args: Megatron's validated arguments. Without any option of megatron-r3 nothing is checked.
     """
     given = (getattr(args, option.name) for option in OPTIONS if not option.field)
     if not args.moe_router_replay and all(one is None for one in given):
         return
-    # imported here, because every training passes through this file, and most need none of it
+    # imported here, because trainings without options of megatron-r3 call this function too
     from megatron_r3.seams.option import all_refusals
     from megatron_r3.train.open_store import open_store
     from megatron_r3.train.options import RolloutOptions

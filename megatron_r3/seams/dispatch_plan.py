@@ -1,4 +1,4 @@
-"""Other half of the patch "dispatch plan": a dispatcher takes its layer's sizes from the plan.
+"""Called by patch 3: a token dispatcher takes the sizes of its layer from the dispatch plan.
 
 Shape suffixes (docs/glossary.md): T, E, H.
 """
@@ -41,7 +41,7 @@ class PlanHook:
         if sizes is None:
             return None
         dispatcher.num_out_tokens = routing_map_TE.size(0) * dispatcher.config.moe_router_topk
-        if pads(dispatcher.config):  # the map has pairs of padding too
+        if pads(dispatcher.config):  # the routing map has more pairs, which are padding
             dispatcher.num_out_tokens = int(sizes.input_splits.sum())
         if dispatcher.ep_size > 1 or dispatcher.tp_size > 1:
             dispatcher.input_splits = sizes.input_splits
@@ -54,9 +54,9 @@ class PlanHook:
     def permute(self, dispatcher: Any, hidden_TH: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         """Sort the tokens of an all-gather dispatcher by expert, without waiting for the device.
 
-        The dispatcher's own way waits twice: for the counts of its local experts, and in
-        `masked_select`, whose size is on the device. Here the probabilities are permuted along with
-        the tokens.
+        The dispatcher's own `dispatch_postprocess` waits twice: for the counts of its local
+        experts, and in `masked_select` of the probabilities, whose size is on the device. Here the
+        probabilities are permuted together with the tokens.
 
         Returns:
             The sorted tokens, how many of them each local expert has, and their probabilities, as
@@ -97,7 +97,8 @@ class PlanHook:
         planned = microbatch.plan[self.router.layer_number]
         if microbatch.verify_plan:
             self._compare(planned, self._learn(dispatcher, routing_map))
-        # With fused permutation the all-to-all dispatcher keeps `received`, alone, on the device.
+        # With fused permutation the all-to-all dispatcher needs `received`, but no other size, on
+        # the device.
         device = getattr(dispatcher, "permute_idx_device", "cpu")
         if torch.device(device).type == "cpu":
             return planned
@@ -105,9 +106,9 @@ class PlanHook:
 
     def _learn(self, dispatcher: Any, routing_map: Tensor) -> dict[str, Any]:
         """What the dispatcher learns without a plan, by the field of LayerSizes."""
-        if not hasattr(dispatcher, "preprocess"):  # all-gather: nothing but the local counts
+        if not hasattr(dispatcher, "preprocess"):  # all-gather learns only the local counts
             return {"tokens_per_expert": routing_map.sum(dim=0)}
-        # `preprocess` asks this hook again; with `_comparing` the answer is that there is no plan.
+        # `preprocess` asks this hook again; with `_comparing` the hook answers None.
         self._comparing = True
         try:
             learned = {"tokens_per_expert": dispatcher.preprocess(routing_map)}

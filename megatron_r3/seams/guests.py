@@ -1,8 +1,8 @@
-"""Other half of the patch "guest experts": a MoE layer whose hot experts have copies elsewhere.
+"""Called by patch 101: a MoE layer whose hot experts have copies (guests) on other ranks.
 
-A place is an own expert or a guest slot. The layer gets a dispatcher that is made with places in
-the role of experts. Where a micro-batch has no guests, the slots are empty, and the output is
-bitwise that of a layer without slots.
+A place is an own expert or a guest slot. The layer gets a dispatcher whose experts are places. If a
+micro-batch has no guests in a layer, the slots are empty, and the layer's output is bitwise that of
+a layer without slots.
 
 Shape suffixes (docs/glossary.md): E, H, I, P, T.
 """
@@ -36,11 +36,10 @@ OTHER_SIZES["moe_router_replay_guest_slots"] = sizes_with_guests
 
 
 class GuestLayer:
-    """What a MoE layer does for its guests.
+    """Sends a MoE layer's tokens to guests, and computes with own experts and guests.
 
     Attributes:
         dispatcher: replaces the layer's own dispatcher; its experts are places.
-        expert_I: the expert in each place, from `invite` to `compute`.
         watchers: called before the experts compute, with the hidden states `[P, H]` that came, how
             many of them are for each place of this rank, and the expert in each place, -1 for none.
     """
@@ -65,7 +64,7 @@ class GuestLayer:
         self._shared = _shared_by(layer.ep_group)
         self._id = next(_ids)
         self._visit: _Visit | None = None
-        # the layers before and after this one, as far as forward passes have shown
+        # the layers before and after this one, once a forward pass has shown them (`_follow`)
         self._previous: GuestLayer | None = None
         self._next: GuestLayer | None = None
         self.watchers: list[Callable[[Tensor, Tensor, list[int]], None]] = []
@@ -80,14 +79,14 @@ class GuestLayer:
         """
         # Ranks that hold the same experts (data parallel) may have guests in different layers, but
         # must gather parameters, and reduce gradients, in the same order. So every rank waits here
-        # and goes through `_depart`, with guests or without.
+        # and calls `_depart`, with guests or without.
         wait_for_parameters(self._layer.experts)
         microbatch = self._layer.router.router_replay.replayed_microbatch()
         forward_pass = ACTIVE.get()
         trip = earlier = ahead = None
         if microbatch is not None and forward_pass is not None:
             turn = microbatch.used[self._number]
-            # not in a recompute, where any other layer may be called before this one
+            # not in a recompute, in which layers may be called in another order
             if turn == 1:
                 self._follow(forward_pass.number)
             trip, earlier, ahead = (
@@ -150,20 +149,21 @@ class GuestLayer:
         if not torch.is_grad_enabled() and trip is None:
             return (hidden,)
         if torch.is_grad_enabled() and trip is not None and not hidden.requires_grad:
-            # Every rank must come here in the backward pass, even if all layers below are frozen.
+            # So autograd calls `Departure.backward` on every rank, even if all layers below are
+            # frozen.
             hidden = hidden.detach().requires_grad_()
         parameters = [part for weights in self._all_weights() for part in weights]
         return Departure.apply(hidden, self._slots, trip, *parameters)
 
     def _to_own(self, probs_TE: Tensor, map_TE: Tensor) -> tuple[Tensor, Tensor]:
-        """Each expert's tokens go to its own place; all guest slots are empty."""
+        """Probabilities and map `[T, I]` without guests: tokens go to the experts' own places."""
         shape = len(probs_TE), self.dispatcher.num_experts
         own_E = self._own_E = self._own_E.to(probs_TE.device)
         probs_TI = probs_TE.new_zeros(shape).index_copy(1, own_E, probs_TE)
         return probs_TI, map_TE.new_zeros(shape).index_copy(1, own_E, map_TE)
 
     def _trip_in(self, microbatch: MicrobatchRoutes, forward_pass: int, turn: int) -> Trip | None:
-        """How weights travel in this layer; None where it has no guests.
+        """How guests' weights travel in this layer; None if the micro-batch has no guests in it.
 
         Args:
             turn: how often the layer was called with the micro-batch. Example: it is 1 in a forward
@@ -180,7 +180,7 @@ class GuestLayer:
         return Trip(Stay(forward_pass, self._id, turn), plan.guests, self._all_weights)
 
     def _follow(self, forward_pass: int) -> None:
-        """Note which layer came before this one in the same forward pass."""
+        """Note that this layer comes after the layer that the forward pass called before."""
         global _last, _last_pass
         before, number = _last() if _last is not None else None, _last_pass
         _last, _last_pass = weakref.ref(self), forward_pass
@@ -193,7 +193,7 @@ class GuestLayer:
 
     @cached_property
     def _slots(self) -> Slots:
-        """The slots of this layer, made when weights or gradients first need them."""
+        """The slots of this layer, which all layers of its group with equal shapes share."""
         weights = checked_weights(self._layer.experts)[0]
         first, shapes = weights[0], [part.shape for part in weights]
         key = (tuple(shapes), first.dtype, first.device, self._num_slots)
@@ -212,7 +212,7 @@ class _Shared:
     """What all layers with experts on the same ranks share.
 
     Attributes:
-        group: a process group of these ranks, for weights alone.
+        group: a process group of these ranks, which only sends weights and their gradients.
         slots: by the shapes, dtype and device of the parameters, and the number of slots.
     """
 
@@ -232,8 +232,8 @@ class _Visit(NamedTuple):
 
     Attributes:
         trip: how the guests' weights of this layer travel.
-        weights: those of this rank's guests, one parameter after the other.
-        earlier: the trip of the layer before, whose weights come next in the backward pass.
+        weights: the parameters of this rank's guests, guest by guest.
+        earlier: the trip of the layer before, whose weights the backward pass needs next.
     """
 
     trip: Trip
@@ -242,7 +242,7 @@ class _Visit(NamedTuple):
 
 
 def _shared_by(ep_group: Any) -> _Shared:
-    """What the layers of a group share; the first layer makes it, on all ranks together."""
+    """The `_Shared` of a group; the first layer makes it, on all ranks of the group together."""
     if ep_group not in _shared:
         ranks = torch.distributed.get_process_group_ranks(ep_group)
         group = torch.distributed.new_group(ranks, use_local_synchronization=True)

@@ -1,4 +1,4 @@
-"""Other half of the patch "option": what happens when a config with moe_router_replay is made."""
+"""Called by patch 1: what happens when a config with moe_router_replay is made."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ _OF_GUESTS = "moe_router_replay_guest_"
 def prepare_config(config: Any) -> None:
     """Check a config, settle its fusion options, and have recomputes bound to their micro-batch.
 
-    It is called when a config is made, and again when a router is made with that config, because
-    frameworks set `config.moe_router_replay` in between. A second call changes nothing.
+    `__post_init__` of the config calls this function, and so does each router that is made with the
+    config, because a framework may have set `moe_router_replay` after the config was made. A second
+    call changes nothing.
 
     Raises:
         ValueError: as `check_config`.
@@ -31,7 +32,7 @@ def prepare_config(config: Any) -> None:
 
 
 def check_config(config: Any) -> None:
-    """Refuse a config that would not replay exactly; changes nothing.
+    """Refuse a config that would not replay exactly.
 
     Raises:
         ValueError: all reasons in one message.
@@ -50,7 +51,7 @@ def check_config(config: Any) -> None:
 
 
 def all_refusals(config: Any, upstream: Any) -> list[str]:
-    """Every reason to refuse a config: R3's own, patches that this tree lacks, and those of guests.
+    """Every reason to refuse a config: of replay, of patches that this tree lacks, and of guests.
 
     Args:
         config: a TransformerConfig, or Megatron's parsed arguments.
@@ -69,8 +70,8 @@ def all_refusals(config: Any, upstream: Any) -> list[str]:
 def absent_patches(config: Any) -> list[str]:
     """Why this config needs groups of patches that this tree lacks; empty if the tree has all.
 
-    From 0.17 on the group engine lets an inference engine record the model that samples, beside
-    replay. Before 0.17, moe_enable_routing_replay is upstream's own replay and nothing else.
+    From 0.17 on, the group engine lets Megatron's inference engine record routes in a process that
+    replays too. Before 0.17, moe_enable_routing_replay is upstream's own replay and nothing else.
 
     Args:
         config: a TransformerConfig, or Megatron's parsed arguments.
@@ -88,7 +89,7 @@ def absent_patches(config: Any) -> list[str]:
             given("moe_enable_routing_replay") and not engine_records(),
             "moe_enable_routing_replay is Megatron's own replay and would compete for the router: "
             "without the patches of the group engine (0.17 to main) no inference engine records "
-            "beside replay; choose one",
+            "beside replay; turn one of the two off",
         ),
         (
             takes_topk and not _flex_keeps_the_map(),
@@ -111,8 +112,8 @@ def _flex_keeps_the_map() -> bool:
     """Whether flex takes the experts of the routing map and not those of the largest weights."""
     from megatron.core.transformer.moe.token_dispatcher import _DeepepManager
 
-    # Example of one token: the routing map has expert 1, with weight 0, and expert 0 weighs 0.5.
-    # The method is called, and its source is not read: upstream may fix it in another way than we.
+    # Example of one token: the routing map has expert 1, with weight 0, and expert 0 has weight
+    # 0.5. The method is called, because its source may have another fix than our patch.
     manager = object.__new__(_DeepepManager)
     manager.num_experts, manager.router_topk, manager.capacity_factor = 2, 1, None
     with torch.device("cpu"):  # a model may be made on the device "meta"
@@ -124,7 +125,7 @@ def _module_that_replaced_routing() -> str | None:
     """The module of a `TopKRouter.routing` that is not Megatron's own; None if it is its own."""
     from megatron.core.transformer.moe import router
 
-    # Example: verl's apply_router_replay_patch puts a function of its own module there.
+    # Example: verl's apply_router_replay_patch replaces it by a function of verl's own module.
     module = getattr(router.TopKRouter.routing, "__module__", router.__name__)
     return None if module == router.__name__ else str(module)
 
@@ -132,15 +133,15 @@ def _module_that_replaced_routing() -> str | None:
 def settle_fusion(config: Any) -> None:
     """Turn `moe_router_fusion` off where upstream could not use it, and note that it was on.
 
-    Without a fused router in Transformer Engine upstream would raise at the first live pass or
+    If Transformer Engine has no fused router, upstream would raise at the first live pass or
     auxiliary loss. An inference engine that records refuses a fused router, which would not call
     the recorder. The replayed gate has a kernel of its own and stays fused. Example:
 
         given: moe_router_fusion=True,  moe_router_replay_fused_gate=None
         after: moe_router_fusion=False, moe_router_replay_fused_gate=True   (no Transformer Engine)
 
-    Both options are fields, so a config that is rebuilt from its fields gets the same values again.
-    A `moe_router_replay_fused_gate` that the user has set stays.
+    Both options are fields, so a config that is rebuilt from its fields keeps these values. A
+    `moe_router_replay_fused_gate` that the user has set stays.
     """
     if not config.moe_router_fusion:
         return

@@ -1,4 +1,4 @@
-"""Other half of the pretrain patch: swap in the rollouts, check each step, log each step.
+"""Called by patch 4: gives the training its rollouts, and checks and logs each step.
 
 `pretrain()` calls `use_rollouts`, `train_step()` calls `begin_step` before its forward passes and
 `check_step` before its update, and `training_log()` calls `log_step`. The training itself lives in
@@ -45,9 +45,10 @@ def use_rollouts(
 ) -> tuple[Provider, Callable[..., Any]]:
     """The dataset provider and forward step that pretrain() uses instead of the script's own.
 
-    Validation and test data, and their forward step, stay the script's. Without --rollouts all data
-    stay the script's, and the script's own forward step must replay. Under --perform-rl-step the
-    forward step replays what Megatron's RL loop samples.
+    Validation and test data, and their forward step, stay the script's. Without --rollouts the
+    script's own data and forward step are used, and a training pass that enters no replay ends the
+    training (`refuse_silence`). Under --perform-rl-step the forward step replays what Megatron's RL
+    loop samples.
     """
     global _step
     if args.rollouts is None and getattr(args, "perform_rl_step", False):
@@ -74,7 +75,7 @@ def use_rollouts(
             hook.begin(models, args.iteration)
 
     if hooks:
-        # As soon as the checkpoint is loaded: without a published policy nobody samples a rollout.
+        # Called once the checkpoint is loaded: the sampler waits for the first published policy.
         watch_models(begin)
     return _provider(_step, provider, args.eval_iters), _step
 
@@ -139,7 +140,7 @@ def log_step(
 def observe(router: Any, layer_number: int) -> None:
     """Let a live router compare its choice with the routes of the active microbatch."""
     router.router_replay = RouterHook(router.config, layer_number=layer_number)
-    # a schedule that runs the layers after the forward step (combined 1F1B) is compared too
+    # so that a schedule which runs layers after the forward step (combined 1F1B) is compared too
     deferred.install()
 
 
@@ -192,7 +193,7 @@ def _provider(step: RolloutStep, scripts: Provider, eval_iters: int) -> Provider
         try:
             _wait_for_the_first(options, store)
             train = training_data(sizes[0])
-            # data of their own: the thread that prepares micro-batches reads `train` meanwhile
+            # The passes do not share `train`, which another thread reads at the same time.
             if step.passes:
                 data = training_data(sizes[0])
             for one in step.passes:

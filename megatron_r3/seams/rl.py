@@ -1,9 +1,9 @@
-"""Other half of the patch of Megatron's RL loop, which hands over its turns and forward steps.
+"""Called by patch 301: takes the turns and forward steps of Megatron's RL loop.
 
 `pretrain()` calls `use_loop` (through seams/pretrain.py). `prepare_data_for_update()` calls
 `begin_collection`; the returned object wraps the forward steps of the function's two passes.
-`log_rl_throughput_metrics()` calls `log_step`. The replay itself lives in megatron_r3/rl/, which
-only an RL loop imports.
+`log_rl_throughput_metrics()` calls `log_step`. The replay itself is in megatron_r3/rl/, which is
+imported only if an RL loop runs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def use_loop(args: Any, forward_step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refuse_in_loop(args: Any) -> None:
-    """Refuse what the loop cannot replay.
+    """Refuse what the loop cannot replay; else have the loop's engine record.
 
     Raises:
         ValueError: all reasons in one message.
@@ -53,18 +53,21 @@ def refuse_in_loop(args: Any) -> None:
 
 
 def begin_collection(rows: Sequence[Any], rollouts: Sequence[Any]) -> LoopReplay:
-    """Take over the turns of a collection.
+    """Read the turns of a collection; returns the object that wraps the loop's forward steps.
 
     Args:
         rows: what the loop trains on, of all ranks, in the order in which the loop packs the rows
             and shares them out: pairs of a rollout and the index of a turn. On main a rollout is
             one row if its turns are one sequence.
-        rollouts: those of all groups.
+        rollouts: the rollouts of all groups.
     """
     assert _replay is not None, "pretrain() has not called use_loop"
     return _replay.begin_collection(rows, rollouts)
 
 
 def log_step(iteration: int, writer: Any, wandb_writer: Any) -> str:
-    """What the passes of the last step measured, for the log line; all ranks call this."""
+    """Write what the passes of the last step measured, and return it for the log line.
+
+    All ranks call this together.
+    """
     return "" if _replay is None else _replay.log(iteration, writer, wandb_writer)

@@ -1,4 +1,4 @@
-"""Other half of the patch "router": a TopKRouter asks the active microbatch for its experts.
+"""Called by patch 1: a TopKRouter asks the active microbatch for the experts of its tokens.
 
 A router's load-balancing losses, z-loss and expert bias are sums over tokens. Replay changes two
 things about these sums: padding is left out, since the active microbatch knows the padding in every
@@ -28,8 +28,8 @@ TopK = Callable[..., tuple[Tensor, Tensor]]
 class RouterHook:
     """Answers one router from the active microbatch; without a microbatch the router is live.
 
-    It speaks the protocol of Megatron's `RouterReplay` to `topk_routing_with_score_function`. The
-    hook holds no routes: it only knows its layer number, which `Router.set_layer_number` writes.
+    `topk_routing_with_score_function` calls the hook as it calls Megatron's `RouterReplay`. The
+    hook holds no routes, but its layer number, which `Router.set_layer_number` writes.
 
     Args:
         config: the router's TransformerConfig.
@@ -55,8 +55,8 @@ class RouterHook:
         self.has_routes = has_routes
         self.layer_number = layer_number
         self.recorder = recorder
-        # An expert bias that follows the live load needs the live top-k at every pass, so there
-        # the fused gate would come on top of the unfused function and save nothing.
+        # An expert bias that follows the live load needs the live top-k in every pass. The fused
+        # gate would run in addition to the unfused function, and save nothing.
         self.fused = getattr(config, "moe_router_replay_fused_gate", None) is True and not (
             config.moe_router_enable_expert_bias and config.moe_router_replay_expert_bias == "live"
         )
@@ -80,12 +80,14 @@ class RouterHook:
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, live: TopK
     ) -> tuple[Tensor, Tensor]:
-        """Scores and expert ids `[T, K]` of `scores` `[T, E]`: replayed, or live without routes.
+        """Scores and expert ids `[T, K]`: of the replayed experts, or of the live ones if no routes
+        are replayed.
 
         Upstream gives the arguments by position (megatron/core/transformer/moe/moe_utils.py,
         `compute_topk`).
 
         Args:
+            scores: `[T, E]`.
             live: the top-k that upstream would take.
 
         Raises:
@@ -109,10 +111,10 @@ class RouterHook:
     def route(self, logits: Tensor, topk: int, **options: Any) -> tuple[Tensor, Tensor]:
         """Probabilities and routing map `[T, E]`; called as `topk_routing_with_score_function` is.
 
-        Without a microbatch that function runs as upstream calls it, but unfused if an engine
-        records. With a microbatch its fused path is not used, because that kernel knows no routes:
-        a replayed layer tries our fused gate, and all else takes the unfused path, which calls
-        `get_replay_topk`.
+        Without a microbatch this function calls `topk_routing_with_score_function` as upstream
+        does, but unfused if an engine records. With a microbatch a replayed layer takes our fused
+        gate where this can compute the layer, and all else calls the function unfused, which calls
+        `get_replay_topk`. Upstream's fused kernel is not called, because it knows no routes.
 
         Raises:
             ReplayError: as `get_replay_topk`.
@@ -124,8 +126,8 @@ class RouterHook:
                 return routed
         if replays or self._records():
             options["fused"] = False  # Transformer Engine's top-k would not ask the hook
-        # Looked up at each pass, so that a function which a framework put there later is called; an
-        # import statement takes 1 us, and the router that asks has imported its module.
+        # Looked up at each pass, because a framework may replace the function at any time. An
+        # import statement would take 1 us more, and the module has been imported.
         upstream: Any = sys.modules["megatron.core.transformer.moe.router"]
         return upstream.topk_routing_with_score_function(logits, topk, **options)
 
@@ -153,10 +155,10 @@ class RouterHook:
 
         Returns:
             None where the kernel cannot do it: nothing is replayed now, there is no Triton or
-            CUDA, the router is in float64 or larger than the kernel's limits, or it is
-            group-limited and the microbatch has tokens to choose for or to count. The result is
-            None in all passes of a layer or in none, so that a recompute rounds as its forward pass
-            did.
+            CUDA, the router is in float64 or larger than the kernel's limits, or the router is
+            group-limited and the microbatch has tokens that choose live or are compared. The result
+            is None in all passes of a layer or in none, so that a recompute rounds as its forward
+            pass did.
         """
         microbatch = self.replayed_microbatch()
         too_large = logits_TE.shape[1] > MAX_EXPERTS or topk > MAX_TOPK
@@ -183,8 +185,8 @@ def make_hooks(router: Any, recorder: Any = None) -> tuple[RouterHook, RouterLoa
     """The objects that a TopKRouter with moe_router_replay asks for its experts and its load.
 
     The router of an MTP layer stays live: MTP layers are numbered from 1 again, and no engine
-    returns their routes. Before 0.17 a router cannot know that its layer is MTP: `keep_live` says
-    so.
+    returns their routes. Before 0.17 a router cannot know that its layer is MTP; there `keep_live`
+    tells the router.
 
     Args:
         recorder: upstream's RouterReplay, if moe_enable_routing_replay is on too.
@@ -232,7 +234,7 @@ def check_hook(router: Any) -> None:
 
 
 def keep_live(module: Any) -> None:
-    """Tell the routers in an MTP layer to stay live; called on 0.16 alone (see `make_hooks`)."""
+    """Tell the routers in an MTP layer to stay live; called only on 0.16 (see `make_hooks`)."""
     from megatron.core.transformer.moe.router import TopKRouter
 
     for router in module.modules():
@@ -241,7 +243,9 @@ def keep_live(module: Any) -> None:
 
 
 class RouterLoad:
-    """What one router's losses and expert bias count, also those of a router that stays live (MTP).
+    """The tokens and experts that the losses and the expert bias of one router count.
+
+    A router that stays live (MTP) has a RouterLoad too.
 
     Args:
         router: the TopKRouter; its `router_replay` is a RouterHook.
@@ -252,8 +256,8 @@ class RouterLoad:
 
     def padding_mask(self, given_T: Tensor | None) -> Tensor | None:
         """Which tokens are padding, bool: as the active microbatch says, else what was given."""
-        # Megatron passes its own mask only to some layers and schedules. The microbatch has one in
-        # all of them, in the order of this router's tokens.
+        # Megatron passes its own mask only to some layers and schedules. The microbatch's mask is
+        # there in all of them, in the order of this router's tokens.
         microbatch = active_microbatch()
         padding_T = None if microbatch is None else microbatch.padding_T
         return given_T if padding_T is None else padding_T
@@ -269,10 +273,11 @@ class RouterLoad:
         return num_tokens if padding_T is None else (~padding_T).sum()
 
     def mean_tokens(self, local: int | Tensor) -> float | int | Tensor:
-        """Real tokens of a rank, on average over the ranks that share this microbatch's sequences.
+        """The mean, over the ranks that share this microbatch's sequences, of the tokens that are
+        not padding.
 
         Upstream scales the auxiliary loss by the rank's own count (router.py,
-        `attach_and_log_load_balancing_loss`), which is this mean where no token is padding.
+        `attach_and_log_load_balancing_loss`), which is equal to the mean if no token is padding.
         Example: of 8 tokens on two ranks the last 2 are padding. The ranks' own counts are 4 and 2,
         and both ranks scale by 3.
 
@@ -289,11 +294,11 @@ class RouterLoad:
     def map_for_aux_loss(
         self, routed_TE: Tensor, live_TE: Tensor, given_T: Tensor | None = None
     ) -> Tensor:
-        """The routing map `[T, E]` whose load the auxiliary losses see.
+        """The routing map `[T, E]` that the auxiliary losses count.
 
         Args:
             routed_TE: where the tokens go.
-            live_TE: what upstream would count.
+            live_TE: the routing map that upstream would count.
             given_T: upstream's padding mask, or None.
         """
         follows_live = self.router.config.moe_router_replay_aux_loss == "live"
@@ -305,19 +310,17 @@ class RouterLoad:
     def map_for_expert_bias(
         self, logits_TE: Tensor, routed_TE: Tensor, given_T: Tensor | None = None
     ) -> Tensor:
-        """The routing map `[T, E]` whose load updates the expert bias, without padding.
+        """The routing map `[T, E]` that the expert bias counts, without padding.
 
-        Call it with gradients on or off as in the forward pass: with gradients off it returns
-        `routed_TE` unchanged.
+        With gradients off, or without an expert bias, this is `routed_TE` unchanged, because
+        upstream does not count it then (router.py, `_apply_expert_bias`).
 
         Args:
-            logits_TE: what the router routed by.
+            logits_TE: the logits by which the router chose.
             routed_TE: where the tokens go.
             given_T: the padding mask of this pass, or None.
         """
         config, hook = self.router.config, self.router.router_replay
-        # Without an expert bias, and in a pass without gradients, upstream does not count the map
-        # (router.py, `_apply_expert_bias`).
         if not config.moe_router_enable_expert_bias or not torch.is_grad_enabled():
             return routed_TE
         follows_live = config.moe_router_replay_expert_bias == "live"

@@ -59,7 +59,7 @@ def test_one_option_has_the_engine_record() -> None:
         ({"rl_training_cuda_graphs": True}, "--rl-training-cuda-graphs captures the router"),
         ({"virtual_pipeline_model_parallel_size": 2}, "leave out virtual pipeline stages"),
         ({"context_parallel_size": 2}, "set --context-parallel-size 1"),
-        ({"inference_dynamic_batching_async_sched_mode": "async"}, "records no routes; use legacy"),
+        ({"inference_dynamic_batching_async_sched_mode": "async"}, "no routes; set it to legacy"),
         ({"rl_durable_rollout_bank": True}, "--rl-durable-rollout-bank writes rollouts without"),
         ({"mtp_num_layers": 1}, "--mtp-num-layers; leave it out"),
         ({"moe_router_replay_guest_slots": 1}, "leave out --moe-router-replay-guest-slots"),

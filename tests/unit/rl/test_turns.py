@@ -158,7 +158,7 @@ def test_names_and_versions() -> None:
     ("change", "message"),
     [
         ({"logprobs": [[-1.0]]}, "1 log-probs for 2 sampled tokens"),
-        ({"reward": [1.0, 2.0]}, "a store has one number"),
+        ({"reward": [1.0, 2.0]}, "a store needs one number"),
     ],
 )
 def test_what_no_store_holds(change: dict[str, Any], message: str) -> None:
