@@ -29,8 +29,10 @@ try:
 except ImportError as missing:  # an optional dependency: training does not need it
     raise ValueError("parquet needs pyarrow: pip install 'megatron-r3[parquet]'") from missing
 
-KEY = ("policy_version", "group", "sample")  # these three name a rollout
+KEY = ("policy_version", "group", "sample")  # the columns that say which rollout a row is
 ROWS = 1024  # rows that are read at a time
+# of a rollout: old reward, new reward, old advantage, new advantage
+_Scores = tuple[float, float, float | None, float | None]
 
 
 def _is_number(kind: pa.DataType) -> bool:
@@ -44,7 +46,7 @@ def _is_ids(kind: pa.DataType) -> bool:
     return is_list and pa.types.is_integer(kind.value_type)
 
 
-# for each column that is read: the words of an error for what it must hold, and a check of its type
+# for each column that is read: what it must hold, in an error's words, and a check of its type
 _KINDS: dict[str, tuple[str, Callable[[pa.DataType], bool]]] = {
     **dict.fromkeys(KEY, ("whole numbers", pa.types.is_integer)),
     "reward": ("numbers", _is_number),
@@ -106,7 +108,7 @@ def _row(store: RolloutStore, shard: Shard, index: int, rollout: int) -> dict[st
         "engine": shard.info.engine,
         "engine_version": shard.info.engine_version,
         "model": shard.info.model,
-        # the table has these only if the schema has their columns
+        # pyarrow drops these values if the schema has no such columns
         "advantage": shard.advantage(index),
         "versions": None if versions_C2 is None else versions_C2.tolist(),
         "kept_sizes": None if kept is None else kept.sizes_N,
@@ -130,7 +132,7 @@ def from_parquet(path: Path, directory: Path, out: Path) -> int:
     """
     store = RolloutStore([directory], mixed_policies=True)
     rows = _rows(path, store, directory)
-    first, changed = 0, defaultdict[int, list[tuple[float | None, float | None]]](list)
+    first, groups = 0, defaultdict[tuple[int, int], list[_Scores]](list)
     with new_store(out) as folder:
         for shard in store.shards:
             numbers = range(first, first + shard.num_rollouts)
@@ -141,18 +143,30 @@ def from_parquet(path: Path, directory: Path, out: Path) -> int:
                 for rollout, i in zip(old, numbers, strict=True)
             ]
             for a, b in zip(old, new, strict=True):
-                if a.reward != b.reward:
-                    changed[a.group].append((a.advantage, b.advantage))
+                scores = a.reward, b.reward, a.advantage, b.advantage
+                groups[a.policy_version, a.group].append(scores)
             with writing(out):
                 write_shard(folder, shard.info, new)
-        for group, pairs in changed.items():
-            if any(before for before, _ in pairs) and all(a == b for a, b in pairs):
-                raise StoreError(
-                    f"{path}: {len(pairs)} rewards of group {group} changed and none of their "
-                    "advantages, which belong to the old rewards: put new advantages into the "
-                    "column advantage, or nulls: training then makes them from the rewards"
-                )
-    return sum(map(len, changed.values()))
+        return sum(_changed(scores, *group, path) for group, scores in groups.items())
+
+
+def _changed(scores: list[_Scores], version: int, group: int, path: Path) -> int:
+    """How many rewards of a group changed.
+
+    Raises:
+        StoreError: rewards changed, and their advantages are the old ones.
+    """
+    changed = [(before, after) for old, new, before, after in scores if old != new]
+    # An advantage of 0 may stay if all new rewards of the group are equal.
+    spread = len({new for _, new, _, _ in scores}) > 1
+    had = any(before or (spread and before is not None) for before, _ in changed)
+    if had and all(before == after for before, after in changed):
+        raise StoreError(
+            f"{path}: {len(changed)} rewards of policy version {version}, group {group} changed "
+            "and none of their advantages, which belong to the old rewards: put new advantages "
+            "into the column advantage, or nulls: training then makes them from the rewards"
+        )
+    return len(changed)
 
 
 def _rows(
@@ -161,7 +175,7 @@ def _rows(
     """The rows by (policy version, group, sample), each with its number in the table.
 
     A file of a kilobyte can hold a billion rows that are all the same. So reading ends at the first
-    row whose rollout the store does not have, or for whose rollout there was a row already.
+    row whose rollout is not in the store or has had a row before.
     """
     known = set(zip(*(store.column(name).tolist() for name in KEY), strict=True))
     known_tokens = int(store.column("num_tokens").sum())

@@ -159,7 +159,7 @@ def test_old_advantages_beside_new_rewards_are_refused(store, capsys):
     old, groups = (table.column(name).to_pylist() for name in ("advantage", "group"))
     stale = [9.0 if group == groups[-1] else a for a, group in zip(old, groups, strict=True)]
     assert back(scored.set_column(column, "advantage", pa.array(stale, pa.float64()))) == 1
-    assert f"of group {groups[0]} changed and none of their" in error_of(capsys)
+    assert f", group {groups[0]} changed and none of their" in error_of(capsys)
     # what is taken: another advantage in each group, none at all, or the old rewards
     for number, column_of in enumerate(([9.0] * 5, [None] * 5)):
         taken = scored.set_column(column, "advantage", pa.array(column_of, pa.float64()))
@@ -169,6 +169,34 @@ def test_old_advantages_beside_new_rewards_are_refused(store, capsys):
             main(f"rollouts convert from-parquet n.parquet --store store --out {out}".split()) == 0
         )
     assert back(table) == 0
+
+
+@pytest.mark.parametrize(
+    ("advantages", "rewards", "refused"),
+    [
+        ([2.0, -2.0], [3.0, 4.0], True),
+        ([0.0, 0.0], [3.0, 4.0], True),
+        ([0.0, 0.0], [3.0, 3.0], False),  # advantages of equal rewards are 0
+    ],
+)
+def test_new_advantages_in_another_version_of_the_group(
+    folder, capsys, advantages, rewards, refused
+):
+    plain = replace(ALL[0], group=1, reward=1.0, versions_C2=None)
+    old = [
+        replace(plain, sample=i, advantage=given, policy_version=version)
+        for version, both in ((7, advantages), (8, [1.0, 1.0]))
+        for i, given in enumerate(both)
+    ]
+    write_shard(folder / "store", CUT, old)
+    assert main("rollouts convert to-parquet store --out t.parquet".split()) == 0
+    table = pq.read_table("t.parquet")
+    for name, new in (("reward", [*rewards, 3.0, 4.0]), ("advantage", [*advantages, 5.0, 6.0])):
+        column = table.schema.get_field_index(name)
+        table = table.set_column(column, name, pa.array(new, pa.float64()))
+    assert back(table) == refused
+    if refused:
+        assert "2 rewards of policy version 7, group 1 changed and none" in error_of(capsys)
 
 
 # -- inspect
