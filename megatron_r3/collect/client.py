@@ -84,7 +84,7 @@ class Client:
             most_bytes: an answer with more bytes is refused.
 
         Raises:
-            NoAnswer: the request cannot be sent, was refused for good, or failed each time.
+            NoAnswer: the request cannot be sent, the server refused it, or it failed each time.
             EngineError: the answer is too long, or is not JSON.
         """
         return await self._ask("POST", path, body, most_bytes)

@@ -50,9 +50,9 @@ def collect(
         plan: what to collect.
         concurrency: how many samples are under way at a time.
         check: called with what the engine says of itself before anything is sampled; raises
-            ValueError to refuse the engine. Only a caller that has loaded the weights into the
-            engine gives `check`: with it, and not without it, the store may hold rollouts of the
-            same weights under another policy version.
+            ValueError to refuse the engine. A caller that has loaded the weights into the engine
+            gives `check`, and the store may hold the same weights under another policy version.
+            If `check` is None, a store with the same weights under another version is refused.
 
     Raises:
         CollectError: rollouts are missing at the end, or many prompts in a row gave none.
@@ -225,7 +225,7 @@ class _Team:
 
     Attributes:
         ending: a worker begins no new sample once this is True.
-        lost: for each sample that was given up, why.
+        lost: for each sample that was given up, the reason.
         in_a_row: the groups that lost samples since the last rollout came.
     """
 

@@ -204,7 +204,7 @@ class _Reader:
             versions = [self._version(*both, i, where) for i, both in enumerate(decoded)]
         except EngineError as error:
             return [], str(error)
-        # The decoders raise EngineError for the faults that they know; these are all others.
+        # A response that is no engine's may raise these in a decoder.
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError) as error:
             return [], f"{where}: the response cannot be read ({said(repr(error))})"
         return list(self._rollouts(line, decoded, digests, versions, where)), ""
@@ -321,7 +321,8 @@ class _Reader:
     ) -> float:
         """The reward of one choice: the line's, if the line has one, else the function's.
 
-        A line's `reward` is a list with a number for each choice; for one choice, also a number.
+        A line's `reward` is a list with a number for each choice. A line with one choice may have
+        a number in place of the list.
         """
         given, function = line.get("reward"), self.recording.reward
         if given is None:

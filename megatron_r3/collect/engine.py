@@ -1,8 +1,7 @@
 """What a collection needs from an engine: its identity, samples, and whether it has changed.
 
-Each engine is a class with the interface `Engine`, and `collect` calls nothing else:
-`server.Server` asks a vLLM, SGLang or Megatron server over HTTP, and `generate.Transformers` runs
-the model in this process.
+`collect` calls every engine by the interface `Engine`. `server.Server` asks a vLLM, SGLang or
+Megatron server over HTTP, and `generate.Transformers` runs the model in this process.
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ class Engine(Protocol):
 
         Raises:
             NoAnswer: there is no response, and asking again is of no use.
-            EngineError: the response cannot be used; a second one may be usable.
+            EngineError: the response cannot be used; a second response may be usable.
         """
 
     async def confirm(self) -> None:
@@ -134,7 +133,7 @@ class EnginePolicy:
             shelf.info = replace(shelf.info, engine_policy=stored)
 
     def check(self, reported: Sequence[str], where: str) -> None:
-        """Refuse a response that other weights sampled, or two versions of the weights.
+        """Refuse a response that other weights sampled, or several versions of the weights.
 
         Args:
             reported: the versions that the response names; empty if the engine reports none.

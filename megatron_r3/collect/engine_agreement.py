@@ -42,8 +42,8 @@ class Agreement:
     note: str = ""
 
     def numbers(self, report: Report) -> dict[str, Any]:
-        """The `agreement` of `rollouts inspect --json`. Its `routes` are, for each MoE layer, the
-        share of recorded rows with the same set of experts.
+        """The `agreement` of `rollouts inspect --json`; `routes` has for each MoE layer the share
+        of recorded rows whose experts transformers chooses too.
         """
         own = [c.rollout for c in self.compared if c.rollout.policy_version == self.version]
         tables = report.tables if len(own) == len(self.compared) else report.newest
@@ -163,7 +163,7 @@ def _version_of(store: RolloutStore, model: Path) -> tuple[int, str]:
 
 
 def _chosen(store: RolloutStore, num_rollouts: int, version: int) -> list[int]:
-    """The numbers of `num_rollouts` rollouts, or fewer, spread over the store.
+    """The indices of up to `num_rollouts` rollouts, spread over the store.
 
     Up to half of the rollouts are of versions before `version`; all others are of `version`, whose
     weights the model should have.
@@ -182,8 +182,8 @@ def _chosen(store: RolloutStore, num_rollouts: int, version: int) -> list[int]:
 def _logprobs(network: Any, rollout: Rollout, sampling: SamplingSettings) -> Any:
     """Run a rollout; return the log-prob of the token that each row predicts, float32 `[T]`.
 
-    The returned log-probs are of the distribution of the stored ones: the processed one
-    (temperature, kept sets), or else that of the raw logits.
+    The log-probs are of the processed distribution (temperature, kept sets) if those of the store
+    are; otherwise they are of the raw logits.
     """
     import torch
 

@@ -111,7 +111,7 @@ class Transformers:
         return Identity(version=transformers.__version__)
 
     async def confirm(self) -> None:
-        """See `Engine.confirm`. Nothing to ask: the model in memory is the one that was loaded."""
+        """See `Engine.confirm`. This asks nothing: the model in memory does not change."""
 
     async def sample(self, prompt: Prompt, seed: int | None, where: str) -> Answer:
         """See `Engine.sample`. The request waits for others, to run in a batch with them."""
@@ -185,7 +185,8 @@ class Transformers:
         With seeds, the same batch has the same answers, bit for bit, on the same machine.
 
         Raises:
-            EngineError: the model computed what no rollout can hold, for example NaN.
+            EngineError: the model computed what no rollout can hold, for example NaN; or `close`
+                was called.
         """
         ids_BN = torch.tensor([request.ids for request in batch], device=self.device)
         tokens_BN, logprobs_BG, ids_LBTK, kept_B = self._continue(
@@ -263,7 +264,7 @@ class Transformers:
                 input_ids=step_BN, past_key_values=cache, use_cache=True, logits_to_keep=1
             )
             cache = output.past_key_values
-            (ids_LTK,) = self._captured.take()  # its T counts the tokens of all sequences
+            (ids_LTK,) = self._captured.take()  # T: the tokens of all sequences, one by one
             routes.append(ids_LTK.unflatten(1, step_BN.shape).cpu())
             logits = output.logits[:, -1].float()
             processed = _processed(logits, self.sampling)
@@ -304,7 +305,7 @@ def _draws(batch: list[SampleRequest], sampling: Sampling) -> Tensor:
 
 
 def _processed(logits: Tensor, sampling: Sampling) -> Tensor:
-    """The logits to sample from: divided by the temperature, -inf where top-k or top-p cut.
+    """The logits to sample from: divided by the temperature, -inf for tokens that are cut off.
 
     At temperature 0 the logits stay as they are, because the likeliest token is taken (`_choose`).
 

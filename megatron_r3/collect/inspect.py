@@ -19,7 +19,7 @@ from megatron_r3.replay.words import one_line
 
 CHUNK_ROWS = 1 << 15  # rows that are read at a time
 MOST_CELL = 400  # characters of a cell of the table
-MOST_VALUES = 8  # of a longer list a cell shows only the length
+MOST_VALUES = 8  # a cell shows only the length of a list with more values
 # Keys that are shown in other tables, as warnings, or (`experts`) by --json alone.
 NOT_IN_TABLE = {
     "by_version", "experts", "impossible_logprobs", "layer", "layers", "policy_versions",
@@ -201,8 +201,9 @@ def _routes(store: RolloutStore) -> dict[str, Any]:
     """The share of missing rows, and how the recorded rows spread over the experts.
 
     `repeated_rows` is the share of rows that have the same ids as the row before. Only pairs of
-    recorded rows are counted. A layer has the share of rows that repeat in this layer; the store
-    has the share that repeat in all layers at once, which is rare unless a buffer is stale.
+    recorded rows are counted. A layer has the share of rows that repeat in this layer. The store
+    has the share of rows that repeat in all layers at once, which is near 0 unless an engine
+    returns an old buffer again.
     """
     shape = len(store.info.moe_layers), store.info.num_experts
     counts_LE, repeated_L = np.zeros(shape, np.int64), np.zeros(shape[0], np.int64)
@@ -260,7 +261,7 @@ def text_of(stores: Sequence[dict[str, Any]], each_layer: bool) -> str:
 
 
 def _table(stores: Sequence[dict[str, Any]]) -> str:
-    """A row for each number, a column for each store."""
+    """A table with a row for each number and a column for each store."""
     columns = [dict(_facts(store)) for store in stores]
     names = dict.fromkeys(name for column in columns for name in column)
     return _grid([name, *(column.get(name, "-") for column in columns)] for name in names)

@@ -85,7 +85,8 @@ def sampling_for(engine: str, sampling: Sampling, biased: bool = False) -> Sampl
             (`--biased-sampling`).
 
     Raises:
-        BiasedSampling: with these settings the engine's log-probs are of no use for training.
+        BiasedSampling: training cannot use the log-probs that the engine returns with these
+            settings.
         ValueError: the engine does not take requests with these settings.
     """
     if engine == "megatron":
@@ -213,7 +214,7 @@ class Plan:
     """What to collect. What can be checked without an engine is checked when the plan is made.
 
     Attributes:
-        prompts: what to answer; each prompt is a group of the store.
+        prompts: the prompts, each of which is a group of the store.
         n: samples of each prompt.
         sampling: how to sample, as `sampling_for` returns it.
         reward: the function that rewards a response.

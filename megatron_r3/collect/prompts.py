@@ -116,7 +116,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     """
     prompts: dict[int, Prompt] = {}
     try:
-        # Not `splitlines`: it splits at U+2028 too, which a text in JSON may hold.
+        # Not `splitlines`, which splits at a carriage return too: JSON may have one as a blank.
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise PromptError(f"{path}: not readable ({error})") from error

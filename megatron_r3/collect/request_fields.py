@@ -25,7 +25,7 @@ _RECORDED = {"temperature", "top_p", "top_k", "min_p"}
 _RECORDED |= {"max_tokens", "max_completion_tokens", "max_new_tokens"}
 _MOST_NUMBER = 2.0**31
 
-# Fields that change the distribution or hide a part of the response, with the values that do not.
+# Fields that change the distribution or hide a part of the response, with values that do neither.
 PLAIN: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (1,),
     "presence_penalty": (0,),

@@ -1,4 +1,4 @@
-"""Makes the request for one sample, bounds its answer's size, and refuses one without kept sets."""
+"""Makes the request for one sample, bounds the answer's size, and checks the answer's kept sets."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def load_reward(spec: str, folder: Path | None = None) -> RewardFunction:
         folder: where the module is looked for first; None is the working directory.
 
     Raises:
-        RewardError: there is no such function.
+        RewardError: the module cannot be imported, or has no such function.
     """
     module_name, _, name = spec.partition(":")
     if not module_name or not name:

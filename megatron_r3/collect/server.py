@@ -175,8 +175,8 @@ class Watch:
         number = self._last_number
         async with self._asking:
             if self._served < number:
-                # Taken before the server is asked: a call that comes during the check may confirm a
-                # response that is newer than the server's answer, and needs the next check.
+                # The number is read before the server is asked: a call that comes during the check
+                # may confirm a response that is newer than the server's answer.
                 serves, self._failure = self._last_number, None
                 try:
                     await self._compare()

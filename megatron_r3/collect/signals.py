@@ -44,7 +44,7 @@ class Interrupted(KeyboardInterrupt):
 
 @contextmanager
 def raising() -> Iterator[None]:
-    """Have signals raise `Interrupted` inside the block."""
+    """Have the first signal inside the block raise `Interrupted`; the second ends the process."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         _end_at_the_next_signal()

@@ -19,7 +19,7 @@ from megatron_r3.data.store.verify_shard import ReadChecks, verify_shard
 from megatron_r3.replay.words import one_line
 from megatron_r3.train.publish_options import published, version_name
 
-Policies = Model | Callable[[int], Model | None]  # one model, or a function of a policy version
+Policies = Model | Callable[[int], Model | None]  # one model, or the model of each policy version
 
 
 @dataclass(frozen=True)

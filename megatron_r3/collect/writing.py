@@ -53,9 +53,9 @@ class Shelf:
     ) -> None:
         self.out, self.info, self.shard_size, self.stored = out, info, shard_size, 0
         self._check, self._whole_groups = check, whole_groups
-        self._lost: set[int] = set()  # groups of which a sample was given up
+        self._lost: set[int] = set()  # groups that are left out
         self._order = {prompt.group: i for i, prompt in enumerate(prompts)}
-        self._left: Counter[int] = Counter()  # samples of a group that are neither done nor lost
+        self._left: Counter[int] = Counter()  # how many samples of each group are still to come
         self._parts: defaultdict[int, list[Rollout]] = defaultdict(list)
         self._whole: list[Rollout] = []
 

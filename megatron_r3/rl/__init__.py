@@ -1,1 +1,1 @@
-"""Replays the routes that Megatron's inference engine recorded in Megatron's own RL loop."""
+"""Replay in Megatron's RL loop: the trainer takes the routes that the loop's engine recorded."""

@@ -139,7 +139,7 @@ class LoopReplay:
 
         Args:
             iteration: as Megatron counts when it logs, from 1.
-            writer, wandb_writer: Megatron's; None on a rank that has none.
+            writer, wandb_writer: Megatron's writers; None on a rank without one.
         """
         lines = [m.log(iteration, writer, wandb_writer) for m in self.metrics.values()]
         self._forget()

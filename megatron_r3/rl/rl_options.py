@@ -105,7 +105,7 @@ class LoopOptions:
 
 
 def refuse_in_loop(args: Any) -> None:
-    """Refuse what would not replay in Megatron's RL loop; else have its engine record.
+    """Refuse what would not replay in Megatron's RL loop; else have the loop's engine record.
 
     Args:
         args: Megatron's arguments, with --perform-rl-step and --moe-router-replay.

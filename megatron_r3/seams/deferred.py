@@ -1,4 +1,4 @@
-"""Fills the hook of patch 2: recomputes and schedule nodes keep the micro-batch of their making."""
+"""Fills the hook of patch 2: binds recomputes and schedule nodes to a micro-batch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def install() -> None:
     pass, in which microbatch 3 may be active. The bound `layer` still takes the routes of
     microbatch 1.
 
-    `install` may be called any number of times. The binder stays for the whole process. It changes
-    nothing while no microbatch is active.
+    `install` may be called any number of times. The binder stays for the whole process. While no
+    microbatch is active, the binder changes nothing.
     """
     from megatron.core.deferred import set_deferred_binder
 

@@ -27,7 +27,7 @@ class PlanHook:
         self._comparing = False
 
     def preprocess(self, dispatcher: Any, routing_map_TE: Tensor) -> Tensor | None:
-        """Set the sizes of an all-to-all dispatcher, all of them known on the host.
+        """Set the sizes of an all-to-all dispatcher from the plan, without waiting for the device.
 
         Returns:
             int64: how many tokens each local expert receives, as the dispatcher's own `preprocess`

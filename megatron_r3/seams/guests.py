@@ -193,7 +193,7 @@ class GuestLayer:
 
     @cached_property
     def _slots(self) -> Slots:
-        """The slots of this layer, which all layers of its group with equal shapes share."""
+        """The slots of this layer. Layers of a group share slots if their parameters are alike."""
         weights = checked_weights(self._layer.experts)[0]
         first, shapes = weights[0], [part.shape for part in weights]
         key = (tuple(shapes), first.dtype, first.device, self._num_slots)

@@ -56,7 +56,7 @@ def use_rollouts(
     if args.rollouts is None:
         return provider, refuse_silence(forward_step)
     try:
-        # once more after check_args: a tokenizer may have set the vocabulary since
+        # read once more, because a tokenizer may have set the vocabulary after check_args
         options = RolloutOptions.from_args(args)
         store = open_store(options, place_of_this_rank(options.micro_batch_size))
         progress = MegatronProgress(args)
@@ -128,7 +128,7 @@ def log_step(
     `training_log` calls this on every rank.
 
     Args:
-        writer, wandb_writer: Megatron's; None on a rank that has none.
+        writer, wandb_writer: Megatron's writers; None on a rank without one.
     """
     if _step is None:
         return ""

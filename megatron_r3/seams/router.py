@@ -29,12 +29,12 @@ class RouterHook:
     """Answers one router from the active microbatch; without a microbatch the router is live.
 
     `topk_routing_with_score_function` calls the hook as it calls Megatron's `RouterReplay`. The
-    hook holds no routes, but its layer number, which `Router.set_layer_number` writes.
+    hook holds no routes, only its layer number, which `Router.set_layer_number` writes.
 
     Args:
         config: the router's TransformerConfig.
         has_routes: False for a router of which no rollout has routes (MTP): it stays live.
-        layer_number: Megatron's, from 1. None means that it is not known yet.
+        layer_number: Megatron's layer number, from 1. None means that it is not known yet.
         recorder: upstream's RouterReplay, with which an inference engine records the experts of
             passes without a microbatch. None means that no engine records this router.
 
@@ -113,8 +113,8 @@ class RouterHook:
 
         Without a microbatch this function calls `topk_routing_with_score_function` as upstream
         does, but unfused if an engine records. With a microbatch a replayed layer takes our fused
-        gate where this can compute the layer, and all else calls the function unfused, which calls
-        `get_replay_topk`. Upstream's fused kernel is not called, because it knows no routes.
+        gate, if `_fused_gate` can compute the layer. Every other layer calls the function unfused,
+        and the function calls `get_replay_topk`. Upstream's fused kernel would ignore the routes.
 
         Raises:
             ReplayError: as `get_replay_topk`.
