@@ -23,13 +23,11 @@ class Asked:
     Attributes:
         logprobs_N: float32; the first is 0. All are 0 if the request did not ask for them.
         routes_LNK: the experts of each token.
-        next_token: the likeliest token after the sequence.
-        next_logprob: the log-prob of `next_token`.
+        next_logprob: the log-prob of the likeliest token after the sequence.
     """
 
     logprobs_N: np.ndarray
     routes_LNK: np.ndarray
-    next_token: int
     next_logprob: float
 
 
@@ -40,8 +38,8 @@ def probe_request(
 
     Args:
         model: the name under which vLLM serves the model.
-        with_prompt: whether to ask for the log-probs of the tokens too. Then an engine computes
-            all tokens anew; without, the engine may use its prefix cache.
+        with_prompt: whether to ask for the log-probs of `ids` too. If so, an engine computes all
+            tokens anew; if not, the engine may use its prefix cache.
     """
     if engine == "vllm":
         body: dict[str, Any] = {
@@ -74,7 +72,7 @@ def read_answer(
     """
     read = _vllm if engine == "vllm" else _sglang
     try:
-        ids, values, rows_TYK, token, logprob = read(answer, body, shape)
+        ids, values, rows_TYK, logprob = read(answer, body, shape)
     except EngineError as error:
         raise EngineError(f"{where}: {error}") from error
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
@@ -89,22 +87,23 @@ def read_answer(
     if rows_TYK.shape[1:] != (len(shape.moe_layers), shape.topk):
         raise EngineError(
             f"{where}: routes of shape {rows_TYK.shape} (tokens, layers, top-k); the model has "
-            f"{len(shape.moe_layers)} MoE layers of {shape.num_hidden_layers}, top-{shape.topk}"
+            f"{shape.num_hidden_layers} layers, {len(shape.moe_layers)} of them MoE with top-"
+            f"{shape.topk}"
         )
     logprobs_N = np.zeros(len(ids), np.float32)
     if values is not None:
         if len(values) != len(ids) - 1:
             raise EngineError(f"{where}: {len(values)} log-probs for {len(ids)} prompt tokens")
         logprobs_N[1:] = number_array(values, "the prompt's log-probs")
-    return Asked(logprobs_N, rows_TYK[: len(ids)].transpose(1, 0, 2), int(token), float(logprob))
+    return Asked(logprobs_N, rows_TYK[: len(ids)].transpose(1, 0, 2), float(logprob))
 
 
-_Read = tuple[list[int], "list[float] | None", np.ndarray, int, float]
+_Read = tuple[list[int], "list[float] | None", np.ndarray, float]
 
 
 def _sglang(answer: Any, body: Mapping[str, Any], shape: ModelShape) -> _Read:
     meta, ids, values = answer["meta_info"], body["input_ids"], None
-    logprob, token = meta["output_token_logprobs"][0][:2]
+    logprob = meta["output_token_logprobs"][0][0]
     if "logprob_start_len" in body:
         entries = meta["input_token_logprobs"]
         if (named := [entry[1] for entry in entries]) != ids:
@@ -113,16 +112,16 @@ def _sglang(answer: Any, body: Mapping[str, Any], shape: ModelShape) -> _Read:
             )
         values = [entry[0] for entry in entries[1:]]
     flat = bare_array(meta["routed_experts"], "<i4", "routed_experts")
-    return ids, values, flat.reshape(-1, shape.num_hidden_layers, shape.topk), token, logprob
+    return ids, values, flat.reshape(-1, shape.num_hidden_layers, shape.topk), logprob
 
 
 def _vllm(answer: Any, body: Mapping[str, Any], shape: ModelShape) -> _Read:
     choice, ids, values = answer["choices"][0], body["prompt"], None
     if "prompt_logprobs" in body:
         entries = choice["prompt_logprobs"]
-        # one entry a token, {"token id": {"logprob": ...}}; the first token has None
+        # an entry for each token, {"token id": {"logprob": ...}}; the first token's is None
         values = [
             entry[str(token)]["logprob"] for token, entry in zip(ids[1:], entries[1:], strict=True)
         ]
     rows_TYK = integer_array(choice["routed_experts"], "routed_experts")
-    return ids, values, rows_TYK, choice["token_ids"][0], choice["logprobs"]["token_logprobs"][0]
+    return ids, values, rows_TYK, choice["logprobs"]["token_logprobs"][0]
