@@ -1,8 +1,8 @@
 """The embedded sampler as the engine of a collection: one request asks for all samples.
 
-How a sample rounds depends on the other samples of its batch. One request for all samples of a
-collection makes the batches the same in every run, also after a kill, so that a collection can be
-repeated bit for bit.
+The other samples of a batch change how a sample's logits are rounded. With one request for all
+samples of a collection the batches are the same in every run, also after a kill, so that a
+collection can be repeated bit for bit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_r3.data.engines.shape import EngineError, ModelShape
 
 
 class BatchServer(Server):
-    """Waits until every sample of the collection is wanted, then sends one request for all.
+    """Waits until `sample` is called for every sample of the collection; sends one request for all.
 
     Args:
         client: sends the request.
@@ -33,7 +33,7 @@ class BatchServer(Server):
         self, client: Client, shape: ModelShape, sampling: Sampling, expected: int
     ) -> None:
         super().__init__("sglang", client, shape, sampling)  # the sampler takes SGLang's requests
-        self.name = "transformers"  # the engine that the store names
+        self.name = "transformers"  # the engine's name in the store
         self.expected = expected
         self._waiting: list[tuple[Prompt, int | None, str, asyncio.Future[Answer]]] = []
 
@@ -70,8 +70,8 @@ class BatchServer(Server):
                 for response, body, (_, _, where, _) in zip(responses, bodies, waiting, strict=True)
             ]
         except EngineError as error:
-            # NoAnswer, since no plan asks again after it. A sample that is asked for again after an
-            # EngineError would wait for ever for the others of its batch.
+            # After NoAnswer `collect` gives the sample up. After another EngineError it may call
+            # `sample` again, and that call would wait for ever for the other samples.
             for _, _, _, future in waiting:
                 if not future.done():
                     future.set_exception(NoAnswer(str(error)))

@@ -1,4 +1,4 @@
-"""What the store of a run has: how many collections, and the numbers of each.
+"""What the store of a run has: how many collections, and the measured numbers of each.
 
 Shape suffixes (docs/glossary.md): E, L, M, N.
 """
@@ -35,7 +35,7 @@ class Collected:
 
 
 def measured(config: Config, collection: int, ends: set[int]) -> dict[str, Any]:
-    """The numbers of a collection's event `collected`, from its stored rollouts.
+    """The fields of a collection's event `collected`, measured on the collection's rollouts.
 
     Args:
         ends: the tokens that end a response.
@@ -90,7 +90,10 @@ def end_tokens(model: Path) -> set[int]:
 
 
 def _loads(store: RolloutStore, rollouts: Sequence[int]) -> list[float]:
-    """For each MoE layer the tokens of the busiest expert, divided by the mean over experts."""
+    """For each MoE layer the tokens of the busiest expert, divided by the mean over experts.
+
+    A mean below 1 counts as 1.
+    """
     info = store.info
     counts_LE = np.zeros((len(info.moe_layers), info.num_experts), np.int64)
     for index in rollouts:

@@ -1,7 +1,8 @@
-"""The collector of a run: per collection, wait for the policy, push the policy, and sample.
+"""The collector of a run: for each collection it waits for the policy, pushes it, and samples.
 
 A stored collection is not sampled again, so the collector can be killed and started again at any
-moment. With the embedded sampler the rollouts are then the same, bit for bit.
+moment. With the embedded sampler a run that was killed has the same rollouts as one that was not,
+bit for bit.
 """
 
 from __future__ import annotations
@@ -92,8 +93,8 @@ class Collector:
             for event in self.directory.read_events(PART)
             if event.get("event") == "collected"
         }
-        for number in sorted({*range(stored)} - noted):  # killed between the shard and its event
-            self._note_collected(number)
+        for number in sorted({*range(stored)} - noted):
+            self._note_collected(number)  # the collector was killed before it wrote this event
         for number in range(stored, self.config.run.collections):
             policy = self._wait_for(self.config.version_of(number))
             self._collect(number, policy)
@@ -157,7 +158,10 @@ class Collector:
         return push
 
     def _before(self, version: int) -> Probe | None:
-        """The probe of the last verified policy of another version; None if it is not there."""
+        """The probe of the last verified policy of another version; None if it was removed.
+
+        Also None if no policy of another version was verified.
+        """
         pushed = [
             int(event["version"])
             for event in self.directory.read_events(PART)
@@ -168,7 +172,11 @@ class Collector:
         return read_policy(self.directory.policies, pushed[-1]).probe
 
     def _note_start(self, policy: PublishedPolicy, shown: Difference | None) -> None:
-        """Record what `Pusher.compare_the_start` returned for a server before the first push."""
+        """Write the event `compared`; or print that the first push is checked against wide limits.
+
+        Args:
+            shown: what `Pusher.compare_the_start` returned.
+        """
         if shown is not None:
             self.directory.note(PART, "compared", version=policy.version, **_numbers(shown))
         elif self.config.sampler.engine != "embedded":
@@ -191,7 +199,7 @@ class Collector:
         )
 
     def _floor(self) -> PushFloor:
-        """The floor from the run's verified pushes, also those before the collector's restart."""
+        """The floor from the run's events `compared` and `pushed`, also those before a restart."""
         floor = PushFloor()
         for event in self.directory.read_events(PART):
             if event.get("event") == "compared" or (
@@ -278,7 +286,7 @@ def _refuse_other(served: str, identity: Identity) -> None:
 
 
 def _numbers(shown: Difference) -> dict[str, Any]:
-    """The fields that an event takes from a difference."""
+    """The fields of the events `compared` and `pushed` that show a difference."""
     return {
         "abs_dlogp": shown.abs_dlogp,
         "route_agreement": list(shown.agreement),
@@ -289,5 +297,5 @@ def _numbers(shown: Difference) -> dict[str, Any]:
     }
 
 
-# how `sampling_for` calls the engine
+# the engine's name in `sampling_for`, by its name in the config
 _KIND = {"embedded": "transformers", "sglang": "sglang", "vllm": "vllm"}

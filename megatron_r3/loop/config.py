@@ -31,7 +31,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-# a file that a patch changes so that Megatron trains on rollouts: an unpatched tree is refused
+# A patch puts calls of megatron_r3 into this file. A tree whose file has none is refused.
 _PATCHED = "megatron/training/training.py"
 
 
@@ -83,7 +83,7 @@ class Config(Table):
         return (self.file.parent / Path(expanded).expanduser()).resolve()
 
     def version_of(self, collection: int) -> int:
-        """The policy that samples a collection."""
+        """The version of the policy that samples a collection."""
         return max(0, collection - self.run.lag)
 
 
@@ -108,13 +108,14 @@ def parse_config(file: Path) -> Config:
 
 
 def read_config(file: Path, host: str | None = None) -> Config:
-    """Read a config and check what can be checked without starting anything.
+    """Read a config; check the folders that it names, and the rules between its fields.
 
     Args:
         host: replaces [sampler] host; None keeps the config's.
 
     Raises:
-        ConfigError: as `parse_config`; or a folder is missing, or fields exclude each other.
+        ConfigError: as `parse_config`; or a folder is missing, the tree is not patched, a path has
+            a variable that is not set, or fields exclude each other.
     """
     config = parse_config(file)
     if host is not None:
@@ -139,7 +140,8 @@ _EXPECTED = {
 def _said(invalid: ValidationError) -> str:
     """What is wrong with a config, in words.
 
-    An unknown name is reported first: it may be a misspelt field, which is then missing too.
+    An unknown name is reported before any other error: if a field is misspelt, pydantic reports
+    the unknown name and also the missing field.
     """
     errors: list[Any] = [*invalid.errors()]
     error = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])
@@ -167,7 +169,7 @@ def _said(invalid: ValidationError) -> str:
 
 
 def _check(config: Config) -> None:
-    """Refuse missing folders, and fields that exclude each other."""
+    """Refuse missing folders, an unpatched tree, and fields that exclude each other."""
     for name, folder, inside in (
         ("[trainer] megatron", config.trainer.megatron, "megatron/core"),
         ("[trainer] megatron", config.trainer.megatron, _PATCHED),
@@ -225,7 +227,7 @@ def _refused(config: Config) -> list[tuple[bool, str]]:
 
 
 def _refused_command(sampler: SamplerTable) -> list[tuple[bool, str]]:
-    """The same for the rules of the command that starts a server."""
+    """For each rule of [sampler] command: whether it is broken, and the error's text."""
     command, in_place = sampler.command, sampler.in_place
     names_version = any("{version}" in word for word in command)
     return [
@@ -241,12 +243,12 @@ def _refused_command(sampler: SamplerTable) -> list[tuple[bool, str]]:
         ),
         (
             in_place and names_version,
-            "[sampler] command: with in_place = true it must not name {version}: a restarted "
-            "server would report that version, as if the policy had been loaded into it",
+            "[sampler] command: with in_place = true the command must not name {version}: a "
+            "restarted server would report that version, as if the policy had been loaded",
         ),
         (
             not in_place and not names_version,
-            "[sampler] command: with in_place = false it must name {version}, so that the server "
-            "reports its policy (--served-model-name of vLLM, --weight-version of SGLang)",
+            "[sampler] command: with in_place = false the command must name {version}, so that the "
+            "server reports its policy (--served-model-name of vLLM, --weight-version of SGLang)",
         ),
     ]

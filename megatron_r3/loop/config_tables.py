@@ -65,18 +65,22 @@ class SamplerTable(Table):
     Attributes:
         engine: embedded, sglang or vllm.
         host, port: where the engine listens.
-        command: starts sglang or vllm, word by word; {model}, {host}, {port} and {version} are
-            filled in. Empty: the user starts the server, which must then take new weights in place.
+        command: the words of the command that starts sglang or vllm; {model}, {host}, {port} and
+            {version} are filled in. Empty: the user starts the server, which must then take new
+            weights in place.
         environment: environment variables of `command`.
-        in_place: True loads new weights into the running server, False starts a new server.
+        in_place: True loads new weights into the running server, False starts a new server for
+            each policy.
         push: a command of the user that hands new weights to the running server, instead of the
             server's own loading from a directory; {model}, {version} and {url} are filled in.
         examine: how many rollouts of each shard the truth test examines before the shard is
             stored; 0 examines none.
         max_tokens, temperature, top_p, top_k: as the options of `rollouts collect`.
         shard_size: rollouts of a shard. 0 stores a collection as one shard, whole or not at all.
-        concurrency: how many requests run at a time; the embedded sampler gets one for all samples.
-        timeout: seconds for one request; a load, and that one for all samples, may take [run] wait.
+        concurrency: how many requests run at a time. The embedded sampler gets a single request for
+            all samples of a collection.
+        timeout: seconds for a request. A request to load weights, and the embedded sampler's
+            request, may take [run] wait instead.
     """
 
     engine: Literal["embedded", "sglang", "vllm"] = "embedded"
@@ -123,8 +127,9 @@ class TrainerTable(Table):
 
     Attributes:
         megatron: a patched Megatron-LM tree.
-        script: the training script, which calls pretrain(); {megatron} is filled in.
-        processes: how many torchrun starts on this host.
+        script: the training script, which calls pretrain(); {megatron} is filled in. Empty runs
+            megatron_r3.train.pretrain_gpt.
+        processes: how many processes torchrun starts on this host.
         launch: the command that runs the script in all processes, word by word. The default is
             torchrun on one host.
         arguments: Megatron's arguments: model, layout, batch sizes, learning rate, loss. Each text
@@ -150,8 +155,9 @@ class Degrading(Table):
 
     Attributes:
         router_noise: the standard deviation of the gaussian noise on every router logit.
-        fp8: round the weights of experts and of linear layers but routers and output layer to
-            float8 (e4m3, a scale for each output row), and their inputs (a scale for each token).
+        fp8: round the weights of experts and linear layers to float8 (e4m3), with a scale for each
+            output row, and the inputs of these layers, with a scale for each token. Routers and
+            the output layer are not rounded.
     """
 
     router_noise: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0

@@ -1,7 +1,7 @@
-"""Makes a sampler less exact on purpose, to measure what a mismatch with the trainer does.
+"""Makes the embedded sampler less exact on purpose, to measure what a mismatch does to a training.
 
-A run that should learn well leaves all of this off. Each option is off unless the config's table
-[degrade] names it, and the sampler prints all of them.
+A run that should learn well leaves every option of the config's table [degrade] off, which is the
+default. The sampler prints the options when it starts.
 
 Shape suffixes (docs/glossary.md): E, H.
 """
@@ -21,14 +21,14 @@ _LARGEST = torch.finfo(_FP8).max
 
 
 class Degraded:
-    """A model that is less exact from now on.
+    """Makes a model less exact.
 
     Args:
         model: a transformers model, which is changed in place.
         how: what is made less exact.
 
     Attributes:
-        is_quiet: whether the router noise is off for the moment.
+        is_quiet: whether the router noise is switched off, as it is for a probe.
     """
 
     def __init__(self, model: nn.Module, how: Degrading) -> None:

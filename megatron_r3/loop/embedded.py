@@ -80,9 +80,10 @@ class EmbeddedSampler:
             self._engine, self.path, self.version = engine, str(directory), version
 
     def generate(self, body: Mapping[str, Any]) -> list[dict[str, Any]] | dict[str, Any]:
-        """The responses to the prompts of a request, in the order of the prompts.
+        """The responses to the prompts of a request in order, or the response to its only prompt.
 
-        All prompts of the same length run as one batch.
+        A single response comes back if `input_ids` is a list of ids and not a list of lists. All
+        prompts of the same length run as one batch.
 
         Raises:
             EngineError: the request cannot be answered.
@@ -99,7 +100,7 @@ class EmbeddedSampler:
             ]
             self._engine.sampling = sampling = _sampling(params)
             wants_prompt = body.get("logprob_start_len") == 0
-            # Only a probe asks for such answers, which must show the weights without noise.
+            # Of a run's requests only a probe's have such fields: it must see the weights alone.
             self._degraded.is_quiet = wants_prompt or sampling.temperature == 0
             by_length: defaultdict[int, list[int]] = defaultdict(list)
             for index, ids in enumerate(prompts):
@@ -182,7 +183,7 @@ def _params(body: Mapping[str, Any], count: int) -> list[Mapping[str, Any]]:
     params = given if isinstance(given, list) else [given] * count
     if len(params) != count or not all(isinstance(one, Mapping) for one in params):
         raise EngineError(
-            f"sampling_params: expected one object, or a list of {count} objects, one a prompt"
+            f"sampling_params: expected an object, or a list of {count}, one for each prompt"
         )
     return params
 

@@ -29,12 +29,12 @@ def examiner(
     number: int,
     note: Callable[..., None],
 ) -> Callable[[Sequence[Rollout], StoreInfo], None]:
-    """A check of the rollouts of a shard (`Plan.check`).
+    """The function that makes the truth test of a shard's rollouts, for `Plan.check`.
 
     Args:
         policy: the policy that sampled the shard.
-        before: the directory of the policy before, or None; with it, rows of older weights can be
-            told from other faults.
+        before: the directory of the previous policy, with which the test can tell rows of older
+            weights from other faults; None if there is none.
         number: how many rollouts of a shard are examined.
         note: writes an event; called with the event's name and fields.
     """
@@ -46,7 +46,7 @@ def examiner(
         }
         try:
             agreement = compare_rollouts(named, info, policy.path, before, "the shard")
-        except EngineError as error:  # from transformers here: sampling again would not help
+        except EngineError as error:  # transformers failed here: sampling again would not help
             raise RowsError(f"the truth test of policy {policy.version}: {error}") from error
         model = f"policy {policy.version}"
         report = examine(agreement.compared, info.moe_layers, model=model)

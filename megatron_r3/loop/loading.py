@@ -43,7 +43,7 @@ class Loader:
     Args:
         engine: embedded, sglang or vllm.
         client: sends the requests.
-        in_place: True has the running server load new weights, False waits for a new server.
+        in_place: True loads new weights into the running server, False waits for a new server.
         command: [sampler] push; empty to load by the server's own requests.
         wait_s: how long to wait for a server, or for the command.
     """
@@ -62,7 +62,7 @@ class Loader:
         return "command" if self._command else "loaded"
 
     async def served(self) -> str:
-        """The name of the policy that the server reports.
+        """The name of the policy that the server reports; "None" if it has no policy.
 
         Raises:
             NoAnswer: the server does not answer.
@@ -85,7 +85,7 @@ class Loader:
         """A value of a page, as a text.
 
         Raises:
-            NoAnswer: there is no answer yet.
+            NoAnswer: the server does not answer.
             LoadError: the server refuses the page, or the page is that of another service.
         """
         try:
@@ -105,8 +105,8 @@ class Loader:
         """Wait for a server that is still starting; return the policy that it then reports.
 
         Raises:
-            LoadError: it is no server that can load weights.
-            EngineError: it does not come up in time.
+            LoadError: the server cannot load weights.
+            EngineError: the server does not come up in time.
         """
         end = time.monotonic() + self.wait_s
         while True:
@@ -125,7 +125,7 @@ class Loader:
         Raises:
             LoadError: the server did not load the policy, the command failed, or no server with
                 the policy came up.
-            ValueError: there is no such command.
+            ValueError: this host does not have the command of [sampler] push.
             EngineError: the server does not answer, or refuses a request.
         """
         if not self.in_place:
@@ -197,7 +197,8 @@ class Loader:
                 while (status := process.poll()) is None and time.monotonic() < end:
                     await asyncio.sleep(POLL_S)
             finally:
-                stop(process)  # and all that it has started: nothing may change the server later
+                # also ends what the command has started: nothing may change the server later
+                stop(process)
             said = one_line(log.read()[-500:].decode(errors="replace"), 500)
         if status != 0:
             how = f"no end within {self.wait_s:g} s" if status is None else f"exit status {status}"

@@ -1,8 +1,9 @@
 """The probe: fixed tokens on which a sampler and the trainer must agree after each push of weights.
 
 When the trainer publishes a policy, it computes the log-probs and the routes of some token
-sequences. The collector asks the sampler for the same, once the sampler reports the policy. The
-difference must be about as small as in earlier pushes (push_floor.py).
+sequences. When the sampler reports the policy, the collector asks the sampler for the log-probs and
+routes of these sequences. The difference must be about as small as in earlier pushes
+(push_floor.py).
 
 The tokens are random, so that they also reach experts that the task seldom takes.
 
@@ -27,7 +28,7 @@ def probe_tokens(vocab_size: int, most: int) -> np.ndarray:
         vocab_size: without padding.
         most: how many tokens a sequence may have at most.
     """
-    # Without the last id: in the log-probs of a prompt SGLang 0.5.23 replaces that id by 0.
+    # The last id is left out: in the log-probs of a prompt SGLang 0.5.23 replaces that id by 0.
     last = max(1, vocab_size - 1)
     shape = (NUM_SEQUENCES, min(LENGTH, most))
     return np.random.default_rng(vocab_size).integers(0, last, shape)
@@ -40,8 +41,8 @@ class Probe:
     Attributes:
         tokens_MN: int64.
         logprobs_MN: float32, of each token given the tokens before it; 0 for a first token.
-        routes_LMNK: the experts that each MoE layer takes for each token; empty if no router could
-            be asked.
+        routes_LMNK: the experts that each MoE layer takes for each token; empty if the model has no
+            MoE layer.
     """
 
     tokens_MN: np.ndarray
@@ -90,11 +91,11 @@ class Difference:
         agreement: for each MoE layer the share of tokens with the same set of experts; empty if no
             routes are known.
         cached_dlogp: the largest |log-prob difference| of the token that follows a sequence,
-            between a request that computes all anew and one that may use the prefix cache; near
-            0 if the engine has no prefix cache.
+            between a request that computes all anew and a request that may use the prefix cache.
+            Near 0 if the engine has no prefix cache. See `Pusher._compare`.
         cached_disagreement: the share of routes that differ between these two requests.
-        left_out: the share of tokens that follow a token with other experts, and that `abs_dlogp`
-            leaves out. None if these are too many: then `abs_dlogp` leaves none out.
+        left_out: the share of tokens that `abs_dlogp` leaves out, because they follow a token with
+            other experts. None if so many tokens follow such a token that none is left out.
     """
 
     abs_dlogp: float
@@ -110,18 +111,18 @@ class Difference:
         return 1 - float(np.mean(self.agreement)) if self.agreement else 0.0
 
 
-# If less than this share of the log-probs has no token with other experts before it
-# (`same_so_far`), all log-probs are compared.
+# If `same_so_far` is true for less than this share of the log-probs, all of them are compared.
 ENOUGH = 0.125
 
 
 def difference(trainer: Probe, sampler: Probe) -> Difference:
     """Compare the sampler's probe with the trainer's.
 
-    Two experts may have almost the same score, so that rounding decides between them. With the
-    other expert all later tokens of the sequence have other log-probs, though all weights are
-    right. In float32 this is rare, but one such token would dominate the mean, so the tokens after
-    it are left out. Example: token 40 of 0 to 63 has other experts: tokens 41 to 63 are left out.
+    Two experts may have almost the same score, so that rounding decides between them. If sampler
+    and trainer decide differently, all later tokens of the sequence get other log-probs, though all
+    weights are right. In float32 this is rare, but one such token would dominate the mean, so the
+    tokens after it are left out. Example: of tokens 0 to 63 token 40 has other experts, so tokens
+    41 to 63 are left out.
 
     Raises:
         ValueError: the sampler answered for other tokens or layers.
@@ -159,9 +160,9 @@ def same_so_far(one: Probe, other: Probe) -> np.ndarray:
     """Which log-probs do not depend on a token whose experts differ between the probes.
 
     Returns:
-        bool `[M, N - 1]`, without the first tokens. Example: token 40 has other experts; tokens 1
-        to 40 are true, since the log-prob of token 40 is computed from the tokens before it. All
-        are true if no routes are known.
+        bool `[M, N - 1]`, without the first token of each sequence; all true if a probe has no
+        routes. Example: token 40 has other experts. Tokens 1 to 40 are true, since the log-prob of
+        token 40 is computed from the tokens before it.
     """
     if not (one.routes_LMNK.size and other.routes_LMNK.size):
         return np.ones_like(one.tokens_MN[:, 1:], bool)

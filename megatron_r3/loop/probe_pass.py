@@ -1,7 +1,7 @@
 """The trainer's probe: log-probs and live routes of fixed tokens, in the layout of the training.
 
-A published policy carries the probe, and a sampler that gets the policy must compute the same
-(megatron_r3/loop/probe.py).
+The probe is published with the policy. A sampler that gets the policy must compute the same
+log-probs and routes (megatron_r3/loop/probe.py).
 
 Shape suffixes (docs/glossary.md): B, K, N, M, S, T.
 """
@@ -34,8 +34,8 @@ class ProbePass:
     Args:
         options: of the training.
         vocab_size: of the sampler, without padding.
-        layers_of: given a model chunk, puts hooks into routers that have none, so that they take
-            part in a micro-batch; returns the numbers of the chunk's MoE layers.
+        layers_of: takes a model chunk, and returns the numbers of its MoE layers. A router without
+            a hook gets one, which puts the router's choice into `MicrobatchRoutes.ids`.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ProbePass:
         """The probe under the current weights on rank 0, None on other ranks. All ranks call it."""
         self._logprobs, self._routes = [], []
         size, stages = self.options.micro_batch_size, 1
-        if len(models) > 1:  # interleaved: micro-batches must be a multiple of the stages
+        if len(models) > 1:  # interleaved: there must be a multiple of `stages` micro-batches
             from megatron.core import mpu
 
             stages = mpu.get_pipeline_model_parallel_world_size()
@@ -70,7 +70,7 @@ class ProbePass:
         return self._gather()
 
     def _batches(self, count: int) -> Iterator[dict[str, Tensor]]:
-        """Micro-batches of the sequences, each padded to S; the last ones may be padding alone."""
+        """Micro-batches with the sequences padded to S; the last may have nothing but padding."""
         size, (num, length) = self.options.micro_batch_size, self.tokens_MN.shape
         for first in range(0, count * size, size):
             shape = (size, self.options.seq_length)
@@ -142,6 +142,6 @@ class ProbePass:
         # position t predicts token t + 1; no position predicts the first token
         logprobs_MN = np.zeros((num, length), np.float32)
         logprobs_MN[:, 1:] = values.reshape(num, length)[:, :-1]
-        # NaN is allowed here: then weights are NaN too, and writing them reports the first of them.
+        # NaN is allowed here: if it comes from a weight, writing the weights names that weight.
         assert is_computed.all(), "some log-probs of the probe were computed by no rank"
         return Probe(self.tokens_MN, logprobs_MN, ids.reshape(len(layers), num, length, -1))

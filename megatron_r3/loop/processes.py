@@ -1,4 +1,4 @@
-"""Child processes that do not outlive the part that started them."""
+"""Child processes that do not outlive the process that started them."""
 
 from __future__ import annotations
 

@@ -47,8 +47,8 @@ class Publisher:
     Args:
         options: of publishing.
         training: the options of the training.
-        observe: puts a hook into a router, by which it takes part in the active micro-batch; called
-            with the router and its layer number.
+        observe: puts a hook into a router, by which the router takes part in the active
+            micro-batch; called with the router and its layer number.
     """
 
     def __init__(
@@ -149,12 +149,12 @@ class Publisher:
         return 0
 
     def _noted(self) -> set[Any]:
-        """The versions that have an event."""
+        """The versions that have an event `published`."""
         events = self._events.read_events("trainer")
         return {one.get("version") for one in events if one.get("event") == "published"}
 
     def _layers(self, module: torch.nn.Module) -> list[int]:
-        """See `ProbePass.layers_of`; routers that have no hook get one."""
+        """See `ProbePass.layers_of`."""
         install(module)
         routers = local_routers(module)
         for number, router in routers.items():

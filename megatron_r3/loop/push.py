@@ -38,7 +38,7 @@ class PushError(LoadError):
 
 @dataclass(frozen=True)
 class Push:
-    """A push to a sampler that then reported the policy.
+    """What a push of a policy to a sampler showed.
 
     Attributes:
         how: "loaded" in place, by a "command" of the user, or "restarted".
@@ -79,7 +79,7 @@ class Pusher:
             LoadError: the sampler did not load the policy.
             PushError: the sampler does not compute what the trainer computes; the message has the
                 difference and its limit.
-            NoAnswer: the sampler does not answer.
+            EngineError: the sampler does not answer, or was restarted after the policy was loaded.
         """
         if self.loader.in_place:
             await self.loader.wait_until_up()
@@ -106,12 +106,13 @@ class Pusher:
     async def compare_the_start(self, policy: PublishedPolicy) -> Difference | None:
         """Compare a server that was started with a policy, before weights are loaded into it.
 
-        The difference of such a server is that of a right load. Without it the first load in place
-        would be checked against limits that fit every engine and model, which are wide.
+        Such a server has the right weights, so its difference shows what a right load may differ
+        by. Without this difference the first load would be checked against the limits of a first
+        push, which are wide, because they fit every engine and model.
 
         Returns:
-            The difference, which becomes the floor; None if the server has no weights yet, or was
-            started with other weights.
+            The difference, which the floor then has; None if the server has no weights yet, or the
+            difference is above the limits of a first push.
 
         Raises:
             LoadError: the server cannot take new weights.
@@ -138,10 +139,13 @@ class Pusher:
         return served
 
     async def _compare(self, policy: PublishedPolicy) -> tuple[Probe, Difference]:
-        """The sampler's probe; how far it is from the trainer's, and from its own prefix cache."""
+        """The sampler's probe, and its difference to the trainer's probe.
+
+        The difference also compares the sampler's answers with and without the prefix cache.
+        """
         tokens_MN, name = policy.probe.tokens_MN, await self.loader.model_name()
-        # First as a sampling request, which may use the prefix cache; then with the log-probs of
-        # the prompt, for which an engine computes the whole prompt anew.
+        # The first requests are like those for samples, and may use the prefix cache. The second
+        # ones ask for the log-probs of the prompt: for these an engine computes the prompt anew.
         kept = [await self._ask(name, row.tolist(), with_prompt=False) for row in tokens_MN]
         fresh = [await self._ask(name, row.tolist(), with_prompt=True) for row in tokens_MN]
         sampler, cached = _probe(tokens_MN, fresh), _probe(tokens_MN, kept)
@@ -150,7 +154,7 @@ class Pusher:
             [abs(a.next_logprob - b.next_logprob) for a, b in zip(kept, fresh, strict=True)]
         )
         # Rounding may choose other experts where scores nearly tie, and then the log-prob differs
-        # too: such sequences do not count, unless no other is left.
+        # too. A sequence with other experts counts only if every sequence has some.
         counted_M = same_M if same_M.any() else np.ones_like(same_M)
         return sampler, replace(
             difference(policy.probe, sampler),

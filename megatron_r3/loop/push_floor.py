@@ -19,8 +19,8 @@ from megatron_r3.loop.probe import ENOUGH, Difference, Probe, abs_dlogp, same_so
 
 REMEMBERED = 8  # pushes
 # In nats: the limit of a first push, and the margin. Right engines in bfloat16 differ from a
-# float32 model by up to 0.08, with MLA 0.3. Two engines in float32 differ by less than 1e-5; a
-# tensor that was not loaded makes more.
+# float32 model by up to 0.08, with MLA by up to 0.3. Two engines in float32 differ by less than
+# 1e-5; if a tensor was not loaded, by more.
 MOST_DLOGP, ROOM_DLOGP = 0.3, 1e-5
 # A sampler that did not load the new weights is still near to the policy before. It is refused if
 # its mean |dlogp| to the policy before is below CLOSER times that to the new policy, and at least
@@ -44,8 +44,9 @@ class PushFloor:
     def dlogp_limit(self, push: Difference) -> Limit:
         """The limit of a push's mean |dlogp|.
 
-        It is made from the earlier pushes' means over all tokens if `left_out` is None for this
-        push, or for every earlier one; else from those of their means that leave tokens out.
+        The limit is made from `abs_dlogp_all` of the earlier pushes if `left_out` is None in this
+        push or in all earlier pushes; else from `abs_dlogp` of the earlier pushes with a
+        `left_out`.
         """
         usual = [one.abs_dlogp for one in self.before if one.left_out is not None]
         if push.left_out is None or not usual:
@@ -99,8 +100,8 @@ def still_before(sampler: Probe, now: Probe, before: Probe) -> str:
     old one; with the old weights it is the other way round, and 0.010 is below 0.7 times 0.016.
 
     The means leave out tokens that follow a token whose experts differ from those of one of the two
-    policies, unless these are too many. They would dominate the means, and show rounding rather
-    than weights.
+    policies, unless almost all tokens do. Such tokens would dominate the means, and show rounding
+    rather than weights.
     """
     to_now_MN, to_before_MN = abs_dlogp(sampler, now), abs_dlogp(sampler, before)
     nearer = float((to_before_MN < to_now_MN).mean())

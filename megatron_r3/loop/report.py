@@ -90,7 +90,10 @@ def read_run(directory: Path, name: str) -> Run:
 
 
 def _lines(path: Path, notes: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each line's place and object; cut-off lines are left out. A missing file has no lines."""
+    """For each line "FILE, line N" and its object. A line that is cut off is left out.
+
+    A missing file has no lines.
+    """
     lines = path.read_bytes().split(b"\n") if path.is_file() else []
     for number, line in enumerate(lines, start=1):
         # What follows the last line end is empty, or a line that is not complete yet.
@@ -101,7 +104,8 @@ def _lines(path: Path, notes: list[str]) -> Iterator[tuple[str, dict[str, Any]]]
         try:
             value = read_json(line, where)
         except ValueError:
-            # A part that was killed in a line, as `{"time": 17`, begins a new line when restarted.
+            # A part that was killed while it wrote a line (`{"time": 17`) begins the next on a new
+            # line.
             if not last and (not line.startswith(b"{") or line.endswith(b"}")):
                 raise
             notes.append(

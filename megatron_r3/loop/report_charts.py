@@ -15,7 +15,7 @@ from typing import Any
 from megatron_r3.loop.report import LAYER, Curve, Run
 from megatron_r3.replay.words import one_line
 
-# Of runs; seeds of one experiment share a colour. All can be read on white and on black.
+# The colours of runs. Seeds of one experiment share a colour. All can be read on white and black.
 COLOURS = ("#1f83c4", "#e0701e", "#109a6b", "#c64ea1", "#a98a12", "#8a6fd1", "#d6514a", "#7a8694")
 STAGES = ("sampling", "pushing weights", "waiting for a policy", "the rest")
 FIRST, LIMIT, CACHED = ", first steps", ", limit", ", with the prefix cache"
@@ -62,7 +62,8 @@ PARTS = {
         Chart("Extreme tokens, F(2)", "update/sampler extreme", "percent first",
             "Share of tokens whose probabilities differ by more than a factor of 2. Healthy: 0 %."),
         Chart("Effective sample size", "update/effective sample size", "first",
-            "Share of a step that the correction's weights keep. Healthy: near 1; 1 without them."),
+            "Share of a step that the correction's weights keep. Healthy: near 1. It is 1 without "
+            "a correction."),
         Chart("Router mismatch", "router mismatch", "percent first",
             "Share of (token, layer) pairs where the trainer's router would choose other experts "
             "than the sampler. Healthy: some percent. With replay the sampler's experts are used."),
@@ -143,13 +144,13 @@ def _trace(kind: str, name: str, curve: Curve) -> dict[str, Any]:
 
 
 def _lines(chart: Chart, run: Run, colour: str) -> list[dict[str, Any]]:
-    """A line of a run, and its dashed companions."""
+    """The traces of a run in a chart: its line, and beside it dashed and dotted lines."""
     curves = {"": curve_of(chart.source, run)}
     if chart.source == "pushed: abs_dlogp":
         curves[CACHED] = curve_of("pushed: cached_dlogp", run)
         curves[LIMIT] = curve_of("pushed: limit", run)
-    # Optimizer steps on a collection, from the newest event. In later steps on a collection the
-    # trainer has moved away from the policy that sampled.
+    # `each` is the number of optimizer steps on a collection, from the newest event that tells it.
+    # After the first of these steps the trainer has moved away from the policy that sampled.
     pairs = ((e.get("iteration", 0), e["version"]) for e in reversed(run.of("published")))
     each = next((steps // version for steps, version in pairs if version), 1)
     if "first" in chart.look and each > 1:
@@ -192,7 +193,10 @@ def curve_of(source: str, run: Run) -> Curve:
 
 
 def by_layer(source: str, run: Run) -> dict[str, Curve]:
-    """Curves by layer number from metrics; or from lists in events, numbered from 1 in order."""
+    """A curve for each layer number, from metrics; or from a list in events.
+
+    The values of a list are numbered from 1.
+    """
     kind, _, name = source.partition(": ")
     layers = {at[len(LAYER) :]: of for at, of in run.metrics.items() if at.startswith(source)}
     for event in run.of(kind):

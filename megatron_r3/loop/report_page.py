@@ -107,7 +107,7 @@ def warnings_of(run: Run) -> list[str]:
 
 
 def _at(steps: Sequence[float]) -> str:
-    return f"in {len(steps)} steps, first in {steps[0]}"
+    return f"in {len(steps)} steps, first in step {steps[0]}"
 
 
 def _facts_of(run: Run) -> Row:
@@ -134,7 +134,10 @@ def _facts_of(run: Run) -> Row:
 
 
 def _samples(run: Run) -> tuple[str, list[Row]]:
-    """An error if the rollouts cannot be read, and rows of the first and the last collection."""
+    """The error if the rollouts cannot be read, or ""; and the rows of the table of samples.
+
+    The rows are of the first and the last collection.
+    """
     folder = run.directory / "rollouts"
     sizes = {event["collection"]: event["rollouts"] for event in run.of("collected")}
     if not sizes or not folder.is_dir():

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _HOSTS = {
     "sampler": "address to listen on, instead of [sampler] host; 0.0.0.0 lets other hosts in",
-    "collector": "where the sampler is, instead of [sampler] host",
+    "collector": "address of the sampler, instead of [sampler] host",
 }
 Commands = argparse._SubParsersAction  # the type of what `add_subparsers` returns
 
@@ -85,7 +85,7 @@ def _begin(args: argparse.Namespace) -> Config:
 
 
 def _interruptible(part: Callable[[argparse.Namespace], int]) -> Callable[..., int]:
-    """Have a part that is told to stop exit with status 130, as after ctrl-C in a shell."""
+    """The command with exit status 130 when a signal stops it, as after ctrl-C in a shell."""
 
     def run(args: argparse.Namespace) -> int:
         from megatron_r3.loop.processes import signals_raise

@@ -60,7 +60,7 @@ class RunDirectory:
         return self.path / "logs" / f"{part}.log"
 
     def keep_config(self, file: Path) -> None:
-        """Keep a copy of the run's config. A later one may differ only in having more collections.
+        """Keep a copy of the run's config. A later config may differ only by more collections.
 
         Raises:
             ValueError: `file` differs from the copy in something else, or has fewer collections.

@@ -56,7 +56,10 @@ def _run_embedded(config: Config) -> int:
 
 
 def _run_servers(config: Config) -> int:
-    """Keep a server running; returns its status, or 1 for status 0, if it ends by itself."""
+    """Keep a server running until all collections are stored, and return 0.
+
+    If the server ends by itself, return its status, or 1 if its status is 0.
+    """
     policies, wait = config.directory.policies, config.run.wait
     running: subprocess.Popen[bytes] | None = None
     version, collected = -1, Collected(config)
@@ -82,7 +85,7 @@ def _run_servers(config: Config) -> int:
 
 
 def _wanted(config: Config, stored: int) -> int:
-    """The policy that samples the next collection if it is published; else the newest policy."""
+    """The version that samples the next collection if it is published; else the newest version."""
     wanted = config.version_of(stored)
     there = published(config.directory.policies)
     return wanted if wanted in there else max(there, default=0)

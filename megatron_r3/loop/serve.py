@@ -52,7 +52,7 @@ def main() -> None:
         listening = _listen(args.host, args.port) if torch.distributed.get_rank() == 0 else None
         model, step = build_model(args), _step_of(args)
         load_whole([model], args)
-        if _step_of(args) != step:  # either of the two may have been loaded
+        if _step_of(args) != step:  # the checkpoint before or the new one may have been loaded
             raise ValueError(
                 f"--load {args.load}: another checkpoint was saved there meanwhile: start again"
             )
@@ -109,7 +109,7 @@ def _listen(host: str, port: int) -> socket.socket:
     second server on the port would then take some of the requests, with other weights.
 
     Raises:
-        ValueError: nothing can listen there, for example since the port is taken.
+        ValueError: nothing can listen at the address, for example because the port is taken.
     """
     listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -188,7 +188,8 @@ async def _serve(engine: Any, args: Any, step: str, listening: socket.socket | N
     finally:
         if listening is not None:
             server.stop_text_gen_server()
-            # upstream ends the coordinator only at a client's request, and Python would wait for it
+            # Upstream ends the coordinator only at a client's request. Without this kill the
+            # process would wait for the coordinator at its exit.
             engine.inference_coordinator_process.kill()
 
 
@@ -204,7 +205,7 @@ def _identity(checkpoint: str, step: str) -> dict[str, str]:
 
 
 def why_refused(body: Any, vocabulary: int) -> str | None:
-    """Why a request would end Megatron's engine, and all other requests with it; None if not.
+    """Why a request would end Megatron's engine and all other requests; None if it would not.
 
     Invalid requests that upstream itself answers with an error pass here.
 
@@ -220,7 +221,7 @@ def why_refused(body: Any, vocabulary: int) -> str | None:
     if logprobs is None or logprobs is False:
         return (
             "logprobs: requests with and without log-probs in one engine end the engine when it is "
-            "short of memory; give logprobs 0, or in a chat true"
+            "short of memory; give logprobs 0 in a completion, true in a chat"
         )
     most = _number(body, "top_logprobs" if logprobs is True else "logprobs", 0)
     if not most <= vocabulary:
@@ -232,7 +233,7 @@ def why_refused(body: Any, vocabulary: int) -> str | None:
 
 
 def _why_no_sampling(body: dict[str, Any], vocabulary: int) -> str | None:
-    """Why the sampling parameters would end the engine; None if not."""
+    """Why the sampling parameters would end the engine; None if they would not."""
     temperature = _number(body, "temperature", 1)
     if temperature == 0:  # upstream takes the likeliest token, and ignores top_k and top_p
         return None
@@ -247,7 +248,7 @@ def _why_no_sampling(body: dict[str, Any], vocabulary: int) -> str | None:
 
 
 def _number(body: dict[str, Any], name: str, default: float) -> float:
-    """A number of a request, as upstream reads it; `default` for what upstream will refuse."""
+    """A number of a request, as upstream reads it; `default` if it is missing or no number."""
     try:
         return float(default if body.get(name) is None else body[name])
     except (TypeError, ValueError):
@@ -255,7 +256,7 @@ def _number(body: dict[str, Any], name: str, default: float) -> float:
 
 
 def _why_no_prompt(prompt: Any, vocabulary: int) -> str | None:
-    """Why a prompt would end the engine; None if not. `prompt` is None in a chat."""
+    """Why a prompt would end the engine; None if it would not. A chat has the prompt None."""
     prompts = prompt if isinstance(prompt, list) else [prompt]
     for one in [prompts] if all(isinstance(part, int) for part in prompts) else prompts:
         if one == [] or (isinstance(one, str) and not one.strip()):

@@ -25,9 +25,9 @@ class RunFailed(ValueError):
 
 
 def run(config: Config) -> None:
-    """Run a run to its end, and print a line for each new collection.
+    """Keep the parts running until the run is over, and print a line for each new collection.
 
-    The caller makes signals raise (`signals_raise`). If the run is over, no part is started.
+    The caller makes signals raise (`signals_raise`). If the run is over already, no part starts.
 
     Raises:
         RunFailed: a part ended with an error message, or died too often.
@@ -72,10 +72,10 @@ def _start(config: Config, part: str) -> subprocess.Popen[bytes]:
 
 
 def _ended(config: Config, part: str, status: int, deaths: dict[str, int]) -> bool:
-    """Write an event of a part's end; whether the part is done and needs no restart.
+    """Write an event about a part's end, and return whether the part needs no restart.
 
     Raises:
-        RunFailed: a restart would not help, or there were too many.
+        RunFailed: a restart would not help, or the part died too often.
     """
     # --exit-interval and the like end a training before its last collection, with status 0
     done = status == 0 and (part != "trainer" or is_trained(config))

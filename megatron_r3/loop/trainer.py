@@ -15,7 +15,8 @@ from megatron_r3.loop.published import published
 
 PART = "trainer"
 _TRACKER = "latest_checkpointed_iteration.txt"
-# options that a config must not have: `rl trainer` adds them, or, with --finetune, Megatron does
+# Options that a config must not have. `rl trainer` adds them; --finetune is Megatron's to set, when
+# it loads --pretrained-checkpoint.
 _OURS = (
     *("--rollouts", "--rollouts-follow", "--rollouts-publish", "--rollouts-publish-interval"),
     *("--rollouts-publish-like", "--rollouts-publish-keep", "--rollouts-log", "--train-iters"),
@@ -51,7 +52,7 @@ def trainer_command(config: Config) -> list[str]:
     # Megatron loads --pretrained-checkpoint if --load has no checkpoint yet. So the command is the
     # same at the first start and at a resume.
     loop += ["--load", str(directory.checkpoints)]
-    # A run with more collections has another learning rate schedule than its checkpoint.
+    # If [run] collections was raised, the checkpoint has another learning rate schedule.
     if not any(word.startswith("--use-checkpoint-opt") for word in arguments):
         loop += ["--override-opt_param-scheduler"]
     loop += ["--pretrained-checkpoint", str(config.path(config.policy.checkpoint))]
@@ -59,7 +60,7 @@ def trainer_command(config: Config) -> list[str]:
 
 
 def _sizes_in(arguments: list[str]) -> argparse.Namespace:
-    """The numbers in a trainer's arguments that must fit the run; batch size 0: not given."""
+    """The options in a trainer's arguments that must fit the run; a missing batch size is 0."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--global-batch-size", type=int, default=0)
     parser.add_argument("--rollouts-mini-steps", type=int, default=1)
