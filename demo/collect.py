@@ -38,7 +38,7 @@ def collect_command(engine: str, model: Path, prompts: Path, store: Path) -> lis
 
 
 def main() -> int:
-    """Collect; return the status of `megatron-r3 rollouts collect`."""
+    """Collect; return the status of the command, 1 without a server, 130 after ctrl-C."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engine", choices=ENGINES, default="vllm")
     parser.add_argument("--model", type=Path, required=True, help="a transformers directory")

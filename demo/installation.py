@@ -28,16 +28,16 @@ def is_installed(home: Path, pins: str) -> bool:
 
 
 def run_steps(engine: str, home: Path, pins: str, steps: list[tuple[str, list[str]]]) -> None:
-    """Fill the folder `home`, which is emptied first.
+    """Empty the folder `home`, and run the steps that fill it.
 
     The digest of the pins is written last, so an installation that was interrupted or has other
     versions is made again.
 
     Args:
-        engine: its name in messages.
+        engine: the engine's name in messages.
         home: the folder that the steps fill.
         pins: every version that the installation depends on.
-        steps: the name and the command of each one.
+        steps: the name and the command of each step.
 
     Raises:
         ServerError: a step failed; the message has the end of its log.

@@ -1,6 +1,6 @@
-"""Megatron's own inference server on this machine's CPU, which runs as long as a `with` block.
+"""Megatron's own inference server on this machine's CPU, for the time of a `with` block.
 
-Nothing is installed: the same Megatron tree trains and samples.
+Nothing is installed: the Megatron tree that trains also samples.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def serve(
     """Run a server of a checkpoint while the block runs; yields its address.
 
     Args:
-        checkpoint: one of the demo's model.
+        checkpoint: a checkpoint of the demo's model.
         tree: a patched Megatron-LM of 0.19 or later.
-        build: gets the log.
-        pipeline_stages: how many, each in a process of its own.
+        build: the folder of the log, megatron.log.
+        pipeline_stages: the number of stages, each in a process of its own.
 
     Raises:
         ServerError: the server does not come up; the message has the end of its log.

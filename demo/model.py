@@ -34,5 +34,5 @@ GRPO = """
 
 
 def arguments(*groups: list[str]) -> list[str]:
-    """A whole command line for a machine without a GPU."""
+    """Megatron's arguments for a machine without a GPU: CPU_ARGS, MODEL, and those of `groups`."""
     return [*CPU_ARGS, *MODEL, *(argument for group in groups for argument in group)]

@@ -2,8 +2,8 @@
 
     python -m demo.online --megatron TREE [--out DIR] [--seed N]
 
-A tiny Qwen3-MoE that sorts digits badly learns to sort them. `megatron-r3 rl run` has a sampler, a
-collector and a trainer work in turn, and every policy is verified before it samples.
+A tiny Qwen3-MoE that sorts digits badly learns to sort them. `megatron-r3 rl run` starts a sampler,
+a collector and a trainer, which work in turn. Every policy is verified before it samples.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def make_way(config: Path, page: Path) -> None:
 
 
 def measured(run: Path) -> dict[str, Any]:
-    """What a run has shown, collection by collection and step by step."""
+    """What a run measured: lists with a value for each collection, push or step."""
     events = [
         json.loads(line) for line in (run / "events/collector.jsonl").read_text().splitlines()
     ]
@@ -185,7 +185,7 @@ ROWS = {
 
 
 def table(numbers: dict[str, Any]) -> str:
-    """What was measured, by thirds of the run."""
+    """The table of the means over the first, the second and the last third of the run."""
     lines = [f"{'':28} {'first third':>12} {'second':>12} {'last third':>12}"]
     for name, words in ROWS.items():
         means = "".join(f" {value:12.4f}" for value in thirds(numbers[name]))
@@ -206,7 +206,7 @@ def failures(numbers: dict[str, Any], collections: int) -> list[str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the loop; return the status of a command that failed, or 1 for any other fault."""
+    """Run the loop; return 0, the status of a command that failed, or 1 for any other fault."""
     out = args.out.resolve()
     # the starting policy is that of `make demo`, made once for both
     start = Stages(out.parent / "demo", args.megatron.resolve(), "transformers")
@@ -225,7 +225,7 @@ def run(args: argparse.Namespace) -> int:
     if status := subprocess.run([*rl, "run", str(config)], check=False, cwd=ROOT).returncode:
         return status
     times = [event["time"] for event in read_run(out / "run", "run").events]
-    # if the run was stopped and continued, the seconds include the stop
+    # if the run was stopped and continued, the seconds include the pause
     numbers = {**measured(out / "run"), "seconds": round(max(times) - min(times))}
     (out / "summary.json").write_text(json.dumps(numbers, indent=2) + "\n")
     report = [*rl, "report", str(out / "run"), "--out", str(page)]
@@ -239,7 +239,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """The whole demo; return 130 if a signal stops it."""
+    """Run the demo; return the status of `run`, or 130 if a signal stops it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megatron", type=Path, required=True, help="a patched tree")
     parser.add_argument("--out", type=Path, default=Path("build/online"))

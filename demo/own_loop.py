@@ -73,10 +73,10 @@ def sampled_routes(engine: GPTModel, layout, batch: dict[str, torch.Tensor]) -> 
 
 
 def main() -> None:
-    """Train three steps; print what each one saw."""
+    """Train three steps; print the loss of each, and how many live routes differ."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument(
-        "--shift", type=int, default=0, help="give a token the routes of the one N before it"
+        "--shift", type=int, default=0, help="give each token the routes of the token SHIFT before"
     )
     shift = parser.parse_args().shift
     torch.distributed.init_process_group("gloo")

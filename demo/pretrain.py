@@ -24,7 +24,7 @@ class Problems(torch.utils.data.Dataset):
         return self.num_samples
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """tokens, labels, loss_mask (the answer), position_ids."""
+        """The tensors of a problem, each `[seq_length]`; the loss is over the answer's tokens."""
         prompt, answer = problem(index)
         ids = torch.zeros(self.seq_length + 1, dtype=torch.int64)
         ids[: len(prompt) + len(answer)] = torch.tensor(prompt + answer)
@@ -42,7 +42,7 @@ class Problems(torch.utils.data.Dataset):
 
 
 def datasets(sizes, vp_stage=None):
-    """Training problems; no validation."""
+    """The problems to train on, and None for validation and test."""
     return Problems(max(sizes[0], 1), get_args().seq_length), None, None
 
 

@@ -15,7 +15,7 @@ class Failed(RuntimeError):
 
 
 def run(command: list[str], log: Path, env: dict[str, str], on_line: Callable[[str], None]) -> None:
-    """Run `command` to its end, and give each line of its log to `on_line`.
+    """Run `command` to its end with its output in `log`, and give each whole line to `on_line`.
 
     Raises:
         Failed: the child did not exit with 0.

@@ -36,7 +36,7 @@ def series_of(events: Path) -> dict[str, list[float]]:
 
 
 def measured(events: Path) -> dict[str, Any]:
-    """What summary.json says of a training: values of step 0, and lists with one for each step."""
+    """What summary.json says of a training: values of step 0, and lists by step or by layer."""
     series = series_of(events)
     return {
         # [0]: step 0, before any update: trainer and sampler have the same weights
@@ -54,7 +54,7 @@ def measured(events: Path) -> dict[str, Any]:
 
 
 def table(summary: dict[str, Any]) -> str:
-    """Live and replay side by side."""
+    """The printed table: the measures of live and replay side by side, and the times of stages."""
     sampler = summary["sampler"]
     lines = [
         f"sampler {sampler['name']} {sampler['version']}, Megatron {summary['megatron']}, "
@@ -72,7 +72,7 @@ def table(summary: dict[str, Any]) -> str:
 
 
 def picture(summary: dict[str, Any], path: Path) -> None:
-    """Agreement by step, and router mismatch by layer at step 0."""
+    """Draw the agreement by step, and the router mismatch by layer at step 0, into a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")

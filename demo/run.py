@@ -66,7 +66,7 @@ def megatron_version(tree: Path) -> str:
 
 
 def main() -> int:
-    """The whole demo; return 130 if a signal stops it, 1 if a stage fails."""
+    """Run the demo; return 0, 130 if a signal stops it, or 1 if a stage fails."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megatron", type=Path, required=True, help="a patched tree")
     parser.add_argument("--out", type=Path, default=Path("build/demo"))

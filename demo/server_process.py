@@ -1,4 +1,4 @@
-"""A server of an engine in a process of its own, which runs as long as a `with` block.
+"""A server of an engine in a process of its own, for the time of a `with` block.
 
 The server listens on this machine alone. The server and all that it has started end with the block,
 and also if this process is killed.
@@ -34,10 +34,10 @@ def run_server(
     """Run a server while the block runs; yields its address once the server answers.
 
     Args:
-        engine: its name in messages.
-        command: the server's, with {port} and the names of `values` in braces.
+        engine: the engine's name in messages.
+        command: the words of the server's command, with {port} and the names of `values` in braces.
         values: what replaces each name in the command.
-        env: is added to this process's environment.
+        env: environment variables, in addition to those of this process.
         log: gets what the server prints; an older log is overwritten.
 
     Raises:
@@ -45,9 +45,8 @@ def run_server(
     """
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    temporary = tempfile.TemporaryDirectory(
-        prefix="server-"
-    )  # for sockets that the server leaves behind
+    # the server leaves sockets behind in this folder
+    temporary = tempfile.TemporaryDirectory(prefix="server-")
     log.unlink(missing_ok=True)
     with signals_raise(), temporary as folder:
         words = filled_in(command, {**values, "port": str(port)})

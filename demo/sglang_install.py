@@ -1,8 +1,8 @@
 """Installs SGLang beside vLLM, into build/sglang, if it is not there.
 
 SGLang has no release for the CPU. Its wheel on PyPI is installed without its requirements, most of
-which are for CUDA. vLLM's environment for the CPU (demo/vllm_install.py) has the others; packages
-that it lacks are in sglang.lock. So build/sglang is a folder for the PYTHONPATH of that Python.
+which are for CUDA. vLLM's environment for the CPU (demo/vllm_install.py) has most of the others,
+and sglang.lock the rest. So vLLM's Python runs SGLang, with build/sglang on PYTHONPATH.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A real SGLang server on this machine's CPU, which runs as long as a `with` block.
+"""A real SGLang server on this machine's CPU, for the time of a `with` block.
 
 The server takes new weights in place: POST /update_weights_from_disk with the JSON
 `{"model_path": DIRECTORY, "weight_version": "7", "flush_cache": true}`. Without `flush_cache` the
-keys and routes of old weights stay in the prefix cache, and a response to a cached prompt mixes the
-two policies.
+keys and routes of the old weights stay in the prefix cache, and a response to a cached prompt mixes
+old and new weights.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "HF_HUB_OFFLINE": "1",
 }
-MOST_REQUESTS = 32  # at a time, as many as `rollouts collect` sends
+MOST_REQUESTS = 32  # at a time; `rollouts collect` sends as many
 
 
 @contextmanager
@@ -48,9 +48,9 @@ def template(
     In the command {model}, {port} and {version}, the name of the policy, are to be filled in.
 
     Args:
-        in_place: whether the server shall take new weights. Such a server starts as SGLang's
-            version "default", and has a number only after an update: a server that died and was
-            started again with old weights cannot be taken for an updated one.
+        in_place: whether the server shall take new weights. If so, the command names no version,
+            and the server reports "default" until weights are loaded: a server that died and was
+            started again with old weights cannot be taken for an updated server.
 
     Raises:
         ServerError: SGLang cannot be installed.
@@ -64,15 +64,14 @@ def template(
     flags += ["--served-model-name", "model", "--context-length", str(length)]
     flags += ["--device", "cpu", "--attention-backend", "torch_native"]
     flags.append("--disable-overlap-schedule")  # a step's results are read before the next step
-    flags.append(
-        "--sleep-on-idle"
-    )  # else the idle scheduler keeps a core busy that a trainer needs
+    # without this an idle scheduler keeps a core busy that a trainer needs
+    flags.append("--sleep-on-idle")
     # Every running request has room for its longest response, so none is retracted half-way.
     flags += ["--max-running-requests", str(MOST_REQUESTS)]
     flags += ["--max-total-tokens", str(MOST_REQUESTS * length)]
     # The cache is bounded by --max-total-tokens, not by this share of the memory. The share is high
-    # because SGLang counts what other programs take while it loads as its own, and does not start
-    # if that is more than the share.
+    # because SGLang also counts the memory that other programs take while SGLang loads, and does
+    # not start if it counts more than the share.
     flags += ["--mem-fraction-static", "0.9"]
     if not in_place:
         flags += ["--weight-version", "{version}"]

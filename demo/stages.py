@@ -1,6 +1,6 @@
-"""The demo's stages. Each makes files from files.
+"""The demo's stages, each of which makes files from files of earlier stages.
 
-All but the trainings on rollouts are skipped if their inputs did not change.
+Each stage but the trainings on rollouts is skipped if its inputs did not change.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Stages:
         megatron: a patched tree.
         sampler: the engine, one of `demo.collect.ENGINES`.
         steps: optimizer steps of the live and of the replayed training, each on all rollouts.
-        prompts: how many are sampled, SAMPLES_PER_PROMPT times each.
+        prompts: how many prompts are sampled, SAMPLES_PER_PROMPT times each.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Stages:
                 self._megatron("export", 1, arguments(more), None, script)
 
     def sample(self) -> None:
-        """Have the engine sample the policy: `megatron-r3 rollouts collect`, in its own process."""
+        """Sample rollouts of the policy with the engine, by `demo.collect` in a process."""
         inputs = [self._stamp("export"), self.sampler, self.prompts, SAMPLES_PER_PROMPT]
         with self._once("sample", self.rollouts, inputs) as todo:
             if todo:
@@ -80,7 +80,7 @@ class Stages:
         return events
 
     def grpo_arguments(self) -> list[str]:
-        """The arguments that live and replayed training share; train.args keeps them for users."""
+        """The arguments that the live and the replayed training share, as in train.args."""
         more = ["--global-batch-size", str(self.prompts * SAMPLES_PER_PROMPT)]
         more += ["--train-iters", str(self.steps), "--load", str(self.checkpoint)]
         return arguments(GRPO, more)
@@ -101,7 +101,7 @@ class Stages:
         command += ["--nproc-per-node", str(processes), "-m", "megatron_r3.cpu", str(script)]
         env = {"PYTHONPATH": f"{self.megatron}:{ROOT}"}
         with tqdm(total=iterations, desc=f"{name:10}", disable=iterations is None) as bar:
-            # Megatron logs a line with both texts for each iteration.
+            # for each iteration Megatron logs a line with the two texts below
             def on_line(line: str) -> None:
                 if " iteration " in line and "elapsed time" in line:
                     bar.update()
@@ -118,8 +118,8 @@ class Stages:
 class _Once:
     """`with _Once(...) as todo`: todo is False if the result exists and was made from these inputs.
 
-    The digest of the inputs is written when the block ends without an error. The inputs have the
-    digest of the stage before, so a stage whose inputs changed makes all later ones run again.
+    The digest of the inputs is written when the block ends without an error. The inputs include the
+    digest of the stage before, so if the inputs of a stage changed, all later stages run again.
     """
 
     def __init__(self, stamp: Path, stage: str, result: Path, inputs: list[object]) -> None:

@@ -38,6 +38,6 @@ def reward(sample: RewardSample) -> float:
 
 
 def write_prompts(path: Path, count: int, first: int) -> None:
-    """JSON lines `{"prompt": [ids], "group": n}`, problems `first`, `first + 1`, ..."""
+    """Write JSON lines `{"prompt": [ids], "group": n}` of problems `first`, `first + 1`, ..."""
     lines = [json.dumps({"prompt": problem(first + i)[0], "group": i}) for i in range(count)]
     path.write_text("\n".join(lines) + "\n")

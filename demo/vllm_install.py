@@ -7,8 +7,8 @@ from pathlib import Path
 
 from demo.installation import BUILD, ServerError, compile_all, is_installed, pip_install, run_steps
 
-# On a CPU, releases before 0.27 return zeros as routes, and later ones than this want a Triton with
-# a CPU backend.
+# On a CPU, releases before 0.27 return zeros as routes, and releases after this one need a Triton
+# with a CPU backend.
 VERSION = "0.30.0"
 TORCH = "torch==2.13.0"
 LOCK = Path(__file__).with_name("vllm.lock")

@@ -1,4 +1,4 @@
-"""A real vLLM server on this machine's CPU, which runs as long as a `with` block.
+"""A real vLLM server on this machine's CPU, for the time of a `with` block.
 
 The first run installs vLLM into build/vllm, an environment of its own, because its pinned versions
 differ from the trainer's.
@@ -45,8 +45,8 @@ def template(
     In the command {model}, {port} and {version}, the name of the policy, are to be filled in.
 
     Args:
-        in_place: whether the server shall take new weights. Then its model is called `policy` at
-            every version, since the weights change and a name cannot.
+        in_place: whether the server shall take new weights. If so, its model has the name `policy`
+            at every version, since a running server cannot rename its model.
 
     Raises:
         ServerError: vLLM cannot be installed.

@@ -19,8 +19,8 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-# A script, not a package: Python puts this folder on sys.path, not the one above, where a package
-# called docker would hide the Docker SDK.
+# Python puts the folder of a script on sys.path, so this module needs no package. A package called
+# docker would hide the Docker SDK.
 from pip_settings import build_secrets
 
 import megatron_r3
@@ -51,8 +51,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--version", default="", help="a release line or a tree of versions.toml")
     parser.add_argument("--source", choices=("git", "pypi"), default="git")
     parser.add_argument("--repo", default="", help="git repository to fetch the commit from")
-    parser.add_argument("--base", default="", help="base image (default: upstream's of the line)")
-    parser.add_argument("--tag", default="", help="default: megatron-r3:VERSION")
+    parser.add_argument("--base", default="", help="base image (default: that of the release line)")
+    tag_help = "default: megatron-r3:VERSION, or megatron-r3-TARGET"
+    parser.add_argument("--tag", default="", help=tag_help)
     parser.add_argument("--megatron", type=Path, help="a Megatron-LM tree of your own (buildx)")
     parser.add_argument("--docker", default="docker", help="the Docker client")
     parser.add_argument("--network", default="host", help="network of the build (default: host)")

@@ -1,6 +1,6 @@
 """Prints the mean reward of each collection of a run: `python docker/rewards.py CONFIG.toml`.
 
-docker/rl-run calls it in the image at the end of a run.
+docker/rl-run runs this script in the image at the end of a run.
 """
 
 from __future__ import annotations

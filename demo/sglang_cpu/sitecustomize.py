@@ -1,7 +1,8 @@
 """Lets SGLang 0.5.23 start without a GPU. Python runs this file in each process of the server.
 
-SGLang imports two packages that have no build for the CPU, and pins memory that CUDA would read.
-The torch-native paths, which serve here, use neither. So stand-ins take the place of the packages:
+SGLang imports two packages that are not installed here: sgl_kernel, which has no build for the CPU,
+and torchvision. It also pins memory that CUDA would read. SGLang's torch-native code, which runs
+here, needs neither the packages nor pinned memory. So stand-ins take the place of the packages:
 they can be imported, and raise an error if anything in them is called. Memory is not pinned.
 
 Python imports a module `sitecustomize` by itself when it starts. demo/sglang_server.py puts this
@@ -23,21 +24,23 @@ PINNING = "_cuda_host_register"
 
 
 class StandIn(type):
-    """What an absent package seems to hold: `from torchvision.io import decode_jpeg` gives one.
+    """A class that stands for anything in an absent package, such as `torchvision.io.decode_jpeg`.
 
-    A stand-in is a class, so that modules can use it in annotations and as a base class.
+    Because it is a class, modules can use a stand-in in annotations and as a base class.
     """
 
     def __getattr__(cls, name: str) -> StandIn:
-        if name.startswith("__"):  # Python probes for such names itself, and can do without
+        if name.startswith("__"):  # Python itself looks for such names, and does not need them
             raise AttributeError(name)
         return StandIn(f"{cls.__name__}.{name}", (), {})
 
     def __call__(cls, *args: object, **kwargs: object) -> NoReturn:
-        """Refuse every call: a stand-in has no value to return, and a wrong one would be used."""
-        raise RuntimeError(
-            f"{cls.__name__} was called, a stand-in: its package has no build for the CPU"
-        )
+        """Refuse every call: a stand-in has no value to return, and SGLang would use a wrong one.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(f"{cls.__name__} was called, a stand-in: its package is not installed")
 
 
 class AbsentModule(ModuleType):
@@ -67,7 +70,7 @@ class Absent(MetaPathFinder, Loader):
         return AbsentModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give the module version 0: transformers cannot parse the version of one that has none."""
+        """Give the module version 0: transformers fails at a module without a version."""
         module.__dict__["__version__"] = "0"
 
 

@@ -77,7 +77,7 @@ fi
 if has trainer; then keep trainer "export PET_NODE_RANK=\$SLURM_PROCID; exec $trainer" & fi
 for _ in "${parts[@]}"; do
   status=0
-  wait -n || status=$? # the next one that ends; the end of this script ends the others
+  wait -n || status=$? # of the next part that ends; when this script ends, Slurm ends the other parts
   [ "$status" = 0 ] || { echo "error: a part of the run ended with status $status" >&2; exit "$status"; }
 done
 echo "$config: all parts of this job have ended"
