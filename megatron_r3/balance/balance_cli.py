@@ -14,9 +14,9 @@ def add_balance(
     """Register `skew`.
 
     Args:
-        number: makes an argparse type from int or float, and the smallest number that is allowed.
+        number: makes an argparse type; takes `int` or `float` and the smallest allowed number.
     """
-    summary = "show how unevenly rollouts load the ranks: as they lie, shuffled, and with guests"
+    summary = "show how unevenly rollouts load the ranks: in store order, shuffled, and with guests"
     parser = commands.add_parser("skew", help=summary, description=summary)
     parser.set_defaults(run=run_skew)
     add = parser.add_argument
@@ -32,7 +32,7 @@ def add_balance(
         "(default: 1)")  # fmt: skip
     add("--global-batch-size", type=number(int, 1), metavar="N",
         help="rollouts of a global batch, which is shuffled by itself (default: all)")  # fmt: skip
-    add("--seed", type=number(int, 0), default=1, help="of the shuffle (default: 1)")
+    add("--seed", type=number(int, 0), default=1, help="seed of the shuffle (default: 1)")
     add("--domain", type=number(int, 1), metavar="N",
         help="a guest is in its expert's block of N neighbouring ranks, such as those that share "
         "NVLink (default: the whole group)")  # fmt: skip

@@ -54,8 +54,8 @@ def checked_weights(experts: Any) -> list[list[Tensor]]:
         )
     if any(isinstance(part, DTensor) for parts in weights for part in parts):
         raise ValueError(
-            f"{option}: the weights of {kind} are sharded, so no rank has a whole one to send; "
-            "leave the option out"
+            f"{option}: the weights of {kind} are sharded, so no rank has the whole weights of an "
+            "expert to send; leave the option out"
         )
     return weights
 
@@ -89,10 +89,10 @@ def compute_with_guests(
 
 
 def _with_more(experts: Any, guests: Sequence[Sequence[Tensor]]) -> Any:
-    """A copy of grouped experts that has guests behind its own ones.
+    """A copy of a layer's grouped experts that has the guests after the layer's own experts.
 
-    The copy shares everything else with the layer's experts: parameters, hooks, settings. It lives
-    for one call, so the experts themselves never know of guests.
+    The copy shares everything else with the layer's experts: parameters, hooks, settings. The
+    layer's experts themselves are not changed.
     """
     wide = copy.copy(experts)
     wide._modules = dict(experts._modules)

@@ -48,7 +48,7 @@ _NOT_PROVED = {
 
 
 def guest_refusals(config: Any) -> list[str]:
-    """Why this config's options for guests are refused, and what to do; empty if they are not.
+    """Why this config's options for guests are refused, and what to do; empty if none is refused.
 
     Args:
         config: a TransformerConfig, or Megatron's parsed arguments.
@@ -89,7 +89,7 @@ def _wrong_numbers(slots: int, domain: int | None, tokens: int | None, ranks: in
         (
             ranks == 1,
             f"{_SLOTS}: one rank has all experts (expert_model_parallel_size is 1), so no load can "
-            "be shared out; leave it out",
+            "be shared out; leave the option out",
         ),
         (
             domain is not None and domain < 2,

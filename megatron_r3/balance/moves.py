@@ -7,7 +7,8 @@ and the lowest limit that the slots allow is searched for. Example: 2 ranks, 2 e
 slot a rank, and 6 2 1 1 tokens. Rank 0 has 8, rank 1 has 2, the mean is 5: expert 0 sends 3 of its
 6 tokens to its guest on rank 1.
 
-All layers of a micro-batch are planned at once, because numpy takes as long for one as for fifty.
+All layers of a micro-batch are planned at once, because numpy takes about as long for fifty layers
+as for one.
 
 Shape suffixes (docs/glossary.md): E, L, O, R, V, X.
 """
@@ -18,9 +19,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-LEAST_SKEW = 1.05  # a layer below it has no guests, because they would gain too little
-LEAST_TOKENS = 1024  # of a guest: fewer are not worth sending the expert's weights
-_CLOSE = 1.005  # a limit this close to the mean is as good as the mean
+LEAST_SKEW = 1.05  # a layer with a lower skew has no guests, because they would gain too little
+LEAST_TOKENS = 1024  # a guest with fewer tokens is not worth sending the expert's weights
+_CLOSE = 1.005  # a limit of this many times the mean load is as good as the mean load
 _TRIED, _ROUNDS = 5, 3  # limits that are tried at once, and how often the range is narrowed
 
 
@@ -82,7 +83,7 @@ def plan_moves(
     best = search.nothing()
     layers = np.arange(len(planned_L))
     for turn in range(_ROUNDS if len(layers) else 0):
-        # from the lowest limit, which is tried in the first round only, to below the highest one
+        # The limits go from `low_L`, which only the first round tries, to below `high_L`.
         shares = (np.arange(_TRIED) + (turn > 0)) / (_TRIED + (turn > 0))
         limits = low_L + shares[:, None] * (high_L - low_L)
         found = search.spill(limits.ravel())
@@ -103,7 +104,7 @@ class _Found:
     Attributes:
         kept_X: whether the case's limit was kept.
         load_XR: the load afterwards.
-        expert_XV, rank_XV, tokens_XV: the moves of each case; behind the last one tokens are 0.
+        expert_XV, rank_XV, tokens_XV: the moves of each case. After the last move tokens are 0.
     """
 
     kept_X: np.ndarray
@@ -118,7 +119,7 @@ class _Found:
             getattr(self, name)[here_L] = getattr(other, name)[there_L]
 
     def moves(self, planned_L: np.ndarray, load_LR: np.ndarray) -> Moves:
-        """The moves of all cases, one behind the other. Each case is a planned layer.
+        """The moves of all cases, one case after the other. Each case is a planned layer.
 
         Args:
             planned_L: indices of the layers that were planned, in the order of the cases.
@@ -153,10 +154,10 @@ class _Search:
     def spill(self, limit_X: np.ndarray) -> _Found:
         """In each case move tokens from the busiest rank until no rank is above the limit.
 
-        No rank gets two guests of one expert. For a second one the rank would need room left, while
-        the expert's own rank is above the limit again. But the first guest filled the rank, or took
-        all of the expert's tokens, or brought the expert's own rank down to the limit. Guests that
-        the own rank takes later cannot raise its load above the limit.
+        No rank gets two guests of one expert. A second guest would need room on the rank, while the
+        expert's own rank is above the limit. But the first guest filled the rank, or took all of
+        the expert's tokens, or brought the expert's own rank down to the limit. The own rank stays
+        there: guests that this rank takes later cannot raise its load above the limit.
 
         Args:
             limit_X: several limits for each layer: of L layers, case x is a limit of layer x % L.

@@ -19,19 +19,19 @@ _WAITS = "DistributedDataParallel._make_forward_pre_hook"
 def wait_for_parameters(experts: Any) -> None:
     """Wait until the experts have their parameters of this step.
 
-    Every rank must call it before every forward pass of a layer, with or without guests: the
-    call may begin to gather a bucket, and ranks that share parameters must begin all buckets in the
-    same order.
+    Every rank must call this function before every forward pass of a layer, with or without guests:
+    the call may begin to gather a bucket, and ranks that share parameters must begin all buckets in
+    the same order.
     """
     for module, hook in _waits(experts):
         hook(module)
 
 
 def parameters_are_there(experts: Any) -> bool:
-    """Whether the experts have their parameters of this step already. Begins no gathering.
+    """Whether the experts have their parameters of this step already; the call gathers nothing.
 
-    Example: each layer asks this about the next. In the first micro-batch of a step, the next
-    layer's parameters are still on their way; from the second micro-batch on they are there.
+    Example: a layer calls this for the experts of the next layer. In the first micro-batch of a
+    step the parameters of these experts may be on their way; in later ones they are there.
     """
     for module, hook in _waits(experts):
         groups = inspect.getclosurevars(hook).nonlocals["self"].param_to_bucket_group

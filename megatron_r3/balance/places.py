@@ -2,14 +2,14 @@
 
 A rank has a place for each of its own experts, and then its guest slots. Example with 2 ranks, 4
 experts and one slot a rank: the places 0 1 2 of rank 0 hold the experts 0 1 and a guest, the places
-3 4 5 of rank 1 the experts 2 3 and a guest. The dispatcher treats each place as an expert, so only
-the number of experts changes for it.
+3 4 5 of rank 1 the experts 2 3 and a guest. For the dispatcher each place is an expert, so only the
+number of experts changes.
 
 The home of an expert is its place on its own rank. To decide which of an expert's tokens go to a
 guest, the tokens of all ranks are put in a row, those of the expert's own rank first. The home
-takes the first ones, each guest the next. Example: ranks 0 and 1 send 4 and 5 tokens to expert 0 of
-rank 0, and the guest on rank 1 takes 3 of these 9. So 6 stay: all 4 of rank 0 and the first 2 of
-rank 1. The tokens 3 to 5 of rank 1 go to the guest.
+takes the first tokens, each guest the next ones. Example: ranks 0 and 1 send 4 and 5 tokens to
+expert 0 of rank 0, and the guest on rank 1 takes 3 of these 9. So 6 stay: all 4 of rank 0 and the
+first 2 of rank 1. Tokens 3 to 5 of rank 1, counted from 1, go to the guest.
 
 Shape suffixes (docs/glossary.md): E, I, L, R, T, V.
 """
@@ -38,7 +38,7 @@ class LayerGuests:
             slots, and the homes of the experts that have guests. Then the bounds `low` and `high`
             of each: of the tokens that this rank sends to the expert, counted from 1, the place
             gets `low` + 1 to `high`. An empty slot gets none.
-        num_places: I.
+        num_places: the number of places, I.
         sends: for each rank, which of this rank's own experts, counted from 0, have a guest there.
         receives: how many guests of this rank come from each rank. This rank's slots hold guests in
             the order of those ranks.
@@ -73,7 +73,10 @@ class LayerGuests:
 
 
 def own_places(num_experts: int, num_ranks: int, slots: int) -> np.ndarray:
-    """The place of each expert on its own rank, int64 `[E]`. In the file's example: 0 1 3 4."""
+    """The place of each expert on its own rank, int64 `[E]`.
+
+    Example: with 4 experts, 2 ranks and 1 slot the places are 0 1 3 4.
+    """
     num_local = num_experts // num_ranks
     expert_E = np.arange(num_experts)
     return expert_E // num_local * (num_local + slots) + expert_E % num_local
@@ -99,14 +102,15 @@ def place_tokens(
     own_E = own_places(num_experts, num_ranks, slots)
     counts_LIR = np.zeros((num_layers, num_ranks * (num_local + slots), num_ranks), np.int64)
     counts_LIR[:, own_E] = counts_RLE.transpose(1, 2, 0)
-    # By layer, then by expert. So the guests on a rank are in the order of their weights' arrival.
+    # Sorted by layer, then by expert: in this order the weights of a rank's guests arrive.
     order = np.lexsort((moves.rank_V, moves.expert_V, moves.layer_V))
     layer_V, expert_V, rank_V, tokens_V = (
         a[order] for a in (moves.layer_V, moves.expert_V, moves.rank_V, moves.tokens_V)
     )
     home_V = expert_V // num_local
     sent_RV = counts_RLE[:, layer_V, expert_V].astype(np.int64)
-    # In the expert's row of tokens (see above), how many stand before those of each rank.
+    # For each rank: how many tokens of other ranks stand before its own in the expert's row of
+    # tokens (see the top of the file).
     turn_RV = (home_V + np.arange(num_ranks)[:, None]) % num_ranks
     in_turn_RV = np.take_along_axis(sent_RV, turn_RV, 0)
     before_RV = np.empty_like(sent_RV)

@@ -30,10 +30,10 @@ class SkewPlan:
         ep: sizes of the expert-parallel group.
         slots: numbers of guest slots of a rank; 0 is without guests.
         micro_batch_size: rollouts of a rank in one micro-batch.
-        ranks_per_rollout: ranks that have the same rollouts, because tensor or context parallelism
-            shares out the tokens of each among them.
+        ranks_per_rollout: how many ranks have the same rollouts, because tensor or context
+            parallelism shares out the tokens of a rollout.
         global_batch_size: rollouts of a global batch, which is shuffled by itself; None for all.
-        seed: of the shuffle.
+        seed: seed of the shuffle.
         domain: a guest is in its expert's block of so many neighbouring ranks; None for no blocks.
         least_tokens: fewest tokens of a guest.
     """
@@ -56,11 +56,12 @@ def measure_skew(store: RolloutStore, plan: SkewPlan) -> dict[str, Any]:
     fill a micro-batch are left out.
 
     Returns:
-        Numbers for JSON. `sizes` has an entry for each size. It holds `micro_batches` and, by order
-        and slots, `all`: the busiest ranks' loads, summed over layers and micro-batches, divided by
-        the sum of the mean loads (the factor by which the experts take longer than if loads were
-        equal); `layers` and `micro_batches`: the same for each layer, and for each micro-batch;
-        `guests`: the mean number of guests of a rank in a layer.
+        Numbers for JSON: the plan, facts of the store, and `sizes`, which has an entry for each
+        size. An entry has the numbers of micro-batches and of rollouts that are left out. By order
+        and slots it also has `all`: the busiest ranks' loads, summed over layers and micro-batches,
+        divided by the sum of the mean loads (the factor by which the experts take longer than with
+        equal loads); `layers` and `micro_batches`: this quotient for each layer, and for each
+        micro-batch; `guests`: the mean number of guests of a rank in a layer.
 
     Raises:
         ValueError: a size or another number of the plan does not fit the store.

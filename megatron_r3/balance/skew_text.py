@@ -52,7 +52,7 @@ def skew_heading(numbers: dict[str, Any]) -> str:
     names = " ".join(one_line(directory, 200) for directory in numbers["directories"])
     domain = f", guests among {numbers['domain']} neighbours" if numbers["domain"] else ""
     sharing = numbers["ranks_per_rollout"]
-    holders = "a rank" if sharing == 1 else f"for {sharing} ranks together"
+    holders = "for each rank" if sharing == 1 else f"for {sharing} ranks together"
     return (
         f"{names}: {numbers['rollouts']} rollouts, {len(numbers['moe_layers'])} MoE layers, "
         f"{numbers['num_experts']} experts, top-{numbers['topk']}\n"

@@ -6,11 +6,11 @@ other layers have used the slots since. So guests need memory for the guests' we
 and for what is being sent: weights and gradients of one layer.
 
 A guest's home is the expert that it copies, on the expert's own rank. Autograd sends the gradients
-home, because for autograd a guest's weights are a function of the home's parameters. The gradient
-of such a parameter has the tokens of home and guests in it before Megatron reads it. So data
-parallelism, the distributed optimizer, clipping and checkpoints know nothing of guests.
+home, because for autograd a guest's weights are a function of the home's parameters. When Megatron
+reads the gradient of a home's parameter, it is already summed over the tokens of home and guests.
+So data parallelism, the distributed optimizer, clipping and checkpoints need no change for guests.
 
-All ranks of the group, also those without a guest, make all calls here in the same order.
+All ranks of the group, also those without a guest, make all calls of this file in the same order.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Stay(NamedTuple):
     Attributes:
         forward_pass: number of the pass, unique in the process.
         layer: number of the layer, unique in the process, over all models.
-        turn: how often the layer was called with its micro-batch; a recompute is another turn.
+        turn: the number of the layer's call with its micro-batch; a recompute is another call.
     """
 
     forward_pass: int
@@ -58,7 +58,7 @@ class Trip:
 
 @dataclass
 class _Set:
-    """A set of slots `[slots, numel]`, and whose weights are in it or on the way."""
+    """A set of slots `[slots, numel]`, and which weights are in the set or on their way to it."""
 
     buffer: Tensor
     stay: Stay | None = None
@@ -91,9 +91,9 @@ class Slots:
         return [shape.numel() for shape in self.shapes]
 
     def send(self, trip: Trip) -> _Set:
-        """Begin to fill a set of slots, unless the weights are there or on their way.
+        """Begin to fill a set of slots, unless the weights are there or on their way; return it.
 
-        The second set of the two is overwritten, which is the less recently used one.
+        `_sets[1]`, which was fetched less recently than `_sets[0]`, is overwritten.
         """
         for slots in self._sets:
             if slots.stay == trip.stay:
@@ -173,9 +173,10 @@ class Slots:
     def kept_elsewhere(self, stay: Stay) -> AbstractContextManager[Any]:
         """Inside the block autograd saves no weights of guests for the backward pass.
 
-        Autograd saves where they lie in their set of slots, and reads the same place of the set in
-        the backward pass. By then `stay` must have been fetched again. Autograd no longer detects
-        that a tensor saved inside the block was changed in place.
+        Autograd saves at which offset the weights lie in their set of slots, and in the backward
+        pass reads the weights from this offset of the set that then holds `stay`. By then `stay`
+        must have been fetched again. Autograd does not detect that a tensor which was saved inside
+        the block is changed in place.
         """
         begin = self.of_stay(stay).data_ptr()
         end = begin + self.buffer[0].numel() * self.buffer.element_size()
@@ -207,7 +208,7 @@ class _Place(NamedTuple):
 
 
 class Departure(torch.autograd.Function):
-    """Forward: the weights of guests. Backward: their gradients, for the home's parameters.
+    """Forward: the weights of guests. Backward: the gradients of guests, for the homes' parameters.
 
     Autograd hands no gradients of the guests' weights to `backward`, because `Homecoming` has sent
     those gradients home. `backward` waits for them.
@@ -216,10 +217,11 @@ class Departure(torch.autograd.Function):
     layer's other gradients are there.
 
     All parameters of this rank's experts are inputs, even without any guest. Data parallelism
-    reduces a bucket as soon as the bucket's last gradient is there. Two ranks that hold the same
-    experts may have guests of different ones. If only those experts' parameters were inputs, the
-    ranks would complete gradients in different orders, and one reduction would mix buckets. This
-    way all ranks complete the gradients of a layer in the same place: after this function.
+    reduces a bucket as soon as the bucket's last gradient is there. If only the parameters of
+    experts with guests were inputs, two ranks that hold the same experts, but have sent different
+    ones to guests, would complete gradients in different orders, and one reduction would mix
+    buckets. With all parameters as inputs every rank completes the gradients of a layer at one
+    point: after this function.
     """
 
     @staticmethod
