@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 -m megatron_r3.cpu pretrain_gpt.py ARGS    (see CPU_ARGS)
 
-A CUDA call runs on the CPU, or raises NotEmulated. What Megatron can do only with Transformer
-Engine or NCCL, this package replaces. Streams and their races, overlap, CUDA graphs, memory and
-speed are not emulated.
+A CUDA call runs on the CPU, or raises NotEmulated. The package has its own code for what Megatron
+takes from Transformer Engine or NCCL, such as context parallelism, packed sequences and uneven
+collectives. Streams and their races, overlap, CUDA graphs, memory and speed are not emulated.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from megatron_r3.cpu.install import CPU_ARGS, install
 from megatron_r3.cpu.ranks import describe_rank, free_port, usable_cores
 from megatron_r3.replay.ending import refuse_unpatched, say_last
 
-PATIENCE_S = 2.0  # how long a rank holds back an error that another rank's may have caused
+PATIENCE_S = 2.0  # how long a rank holds back an error that another rank's end may have caused
 USAGE = f"""\
 usage: torchrun --nproc-per-node N -m megatron_r3.cpu SCRIPT [ARGS...]
        python -m megatron_r3.cpu SCRIPT [ARGS...]          (one process)
@@ -89,7 +89,7 @@ def _report(error: Exception) -> NoReturn:
         _leave(1, f"error: {error}")
     text = "".join(traceback.format_exception(error))
     if missing := lacking(error, sys.argv[1:]):
-        text += f"hint: a Megatron pretrain script on the CPU needs also: {' '.join(missing)}"
+        text += f"hint: a Megatron pretrain script on the CPU also needs: {' '.join(missing)}"
     _leave(1, text)
 
 

@@ -204,7 +204,7 @@ def _init_with_cp(upstream: Callable[..., None]) -> Callable[..., None]:
 
 
 def _forward_with_cp(upstream: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The forward pass of DotProductAttention: with CP or packed sequences this file's own."""
+    """A forward pass of DotProductAttention that uses `_attend` with CP or packed sequences."""
 
     def forward(
         self: Any,

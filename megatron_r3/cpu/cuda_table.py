@@ -22,7 +22,7 @@ import torch.cuda.random
 from megatron_r3.cpu.errors import NotEmulated
 
 _MEMORY = 8 << 30  # bytes that a device claims to have
-# is_initialized may go on returning False; cudaStatus holds constants
+# names that stay: is_initialized may go on returning False, and cudaStatus holds constants
 _UNTOUCHED = {"is_initialized", "cudaStatus"}
 
 
@@ -33,10 +33,10 @@ class _Done:
         self._seconds = 0.0
 
     def wait(self, other: Any = None) -> None:
-        """Nothing to wait for."""
+        """Return at once."""
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Return at once."""
 
     def query(self) -> bool:
         """Whether the work is done; it always is."""
@@ -175,7 +175,7 @@ def install() -> None:
         value = getattr(torch.cuda, name)
         if name not in TABLE and _does_something(name, value):
             setattr(torch.cuda, name, _refusal(name, value))
-    # torch.cuda imports some of its functions from these modules, and callers may do the same
+    # torch.cuda takes some of its functions from these modules, and so may other callers
     for module, names in (
         (torch.cuda, TABLE),
         (torch.cuda.random, _RANDOM),
@@ -198,7 +198,7 @@ def _does_something(name: str, value: Any) -> bool:
 
 
 def _refusal(name: str, value: Any) -> Any:
-    """What raises NotEmulated when called: a function, or a class, for isinstance."""
+    """A function that raises NotEmulated; for a class, a class that does, so isinstance works."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise NotEmulated(f"torch.cuda.{name} is not emulated on the CPU")

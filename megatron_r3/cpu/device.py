@@ -48,7 +48,7 @@ class CudaToCpu(TorchFunctionMode):
         if func is torch.Tensor.cuda:
             return args[0]
         if func is torch.Tensor.cpu or func is torch.Tensor.pin_memory:
-            # on a GPU these copy: a later write to one tensor must not show in the other
+            # on a GPU both calls copy: a later write to one tensor must not show in the other
             return args[0].clone()
         if func is torch.Tensor.type:
             return _tensor_type(func, *args, **(kwargs or {}))
@@ -56,7 +56,7 @@ class CudaToCpu(TorchFunctionMode):
             return torch.device("cuda", *args)  # torch.device(0) fails without an accelerator
         if func is torch.Tensor.to and len(args) > 1 and _is_cuda_device(args[1]):
             args = (args[0], CPU, *args[2:])
-        if not kwargs:  # a short cut for most calls: one tiny training step makes 60,000
+        if not kwargs:  # a short cut for most calls: a tiny training step makes 60,000 calls
             return func(*args)
         kwargs = dict(kwargs)
         if _is_cuda_device(kwargs.get("device")):
@@ -134,7 +134,7 @@ def _cover_autograd() -> None:
 
 
 def _cover_threads() -> None:
-    """Have each thread that starts from here on enter a mode: a mode covers one thread only."""
+    """Make each thread that starts from here on enter a mode: a mode covers one thread only."""
     start = threading.Thread.start
 
     @functools.wraps(start)
@@ -146,7 +146,7 @@ def _cover_threads() -> None:
 
 
 def _in_mode(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, run inside of the mode."""
+    """A function that runs `function` inside of the mode."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:

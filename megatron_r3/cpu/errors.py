@@ -34,7 +34,8 @@ def is_users_mistake(error: BaseException) -> bool:
 
 
 # Arguments of CPU_ARGS, each with a word that is in the last frame or the message of the error that
-# Megatron raises without the argument. Without any one of the others no error comes.
+# Megatron raises without the argument. If an argument that is not listed is missing, Megatron
+# raises no error.
 _SIGNS = {
     "--distributed-backend=gloo": "NCCL",
     "--transformer-impl=local": "TESpecProvider",
@@ -57,8 +58,8 @@ def lacking(error: BaseException, argv: Sequence[str]) -> list[str]:
 
 
 def lost_its_peer(message: str) -> bool:
-    """Whether an error only says that another rank has gone: that other rank knows why."""
+    """Whether an error only says that another rank has gone; that rank's error says why."""
     # What gloo and sockets say when the other end closes. A rank that fails closes all of its
-    # connections, so each of the others fails with one of these.
+    # connections, so each of the other ranks fails with one of these messages.
     signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
     return any(sign in message for sign in signs)

@@ -1,4 +1,4 @@
-"""What NCCL can and gloo cannot: uneven collectives, sends of tensors that are freed at once."""
+"""What NCCL can do and gloo cannot: uneven collectives, sends of tensors that are freed at once."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _uneven_all_gather(
     group: Any = None,
     async_op: bool = False,
 ) -> None:
-    """One broadcast for each rank's tensor."""
+    """All-gather tensors of different shapes, by a broadcast from each rank."""
     for rank, output in enumerate(tensor_list):
         part = tensor if dist.get_rank(group) == rank else output
         # broadcast writes into its tensor, which must not be the caller's
@@ -67,7 +67,7 @@ def _uneven_reduce_scatter(
     group: Any = None,
     async_op: bool = False,
 ) -> None:
-    """One all-reduce for each rank's tensor."""
+    """Reduce-scatter tensors of different shapes, by an all-reduce of each rank's tensor."""
     for rank, part in enumerate(input_list):
         total = part.detach().contiguous().clone()  # all_reduce would overwrite the input
         dist.all_reduce(total, op=op, group=group)

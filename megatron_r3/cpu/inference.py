@@ -20,7 +20,7 @@ _Generator = torch.Generator
 
 
 def patch() -> None:
-    """Give the importable Megatron's dynamic engine what it lacks on a CPU, if there is one."""
+    """Give Megatron's dynamic engine what it lacks on a CPU; nothing if there is no such engine."""
     try:
         attention = importlib.import_module("megatron.core.transformer.attention")
         context = importlib.import_module("megatron.core.inference.contexts.dynamic_context")

@@ -28,7 +28,7 @@ CPU_ARGS: tuple[str, ...] = (
 """The arguments that a Megatron pretrain script needs on a machine without a GPU: gloo instead of
 NCCL, weights initialised on the CPU, and nothing of Transformer Engine or apex.
 
-Nothing adds them to a command line: the script may not be Megatron's own and may not know them.
+The user must give these arguments: megatron_r3.cpu adds none, since a script may not know them.
 """
 
 CPU_CONFIG: dict[str, bool] = {
@@ -86,7 +86,7 @@ def _check_importable() -> None:
 
 
 def _cover_spawned_processes() -> None:
-    """Have children that multiprocessing spawns call `install` before they import anything.
+    """Make each child that multiprocessing spawns call `install` before the child imports Megatron.
 
     A spawned child first unpickles its preparation data; then it imports the main script again,
     which imports Megatron; last it unpickles its task. So `_Install` goes into the preparation
@@ -108,8 +108,8 @@ def _cover_spawned_processes() -> None:
 def _start_in_a_thread(manager: Any) -> None:
     """Run the server of a `multiprocessing.Manager()` as a thread of this process.
 
-    Megatron starts a manager at each checkpoint, for a queue. As a process, which is Python's
-    default, its server would import the script again: six seconds of CPU.
+    Megatron starts a manager at each checkpoint, for a queue. By default Python runs the manager's
+    server as a process, which would import the script again: six seconds of CPU.
     """
     server = manager.get_server()
     threading.Thread(target=server.serve_forever, daemon=True).start()

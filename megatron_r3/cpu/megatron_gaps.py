@@ -38,11 +38,12 @@ def provide_override() -> None:
 
 
 def disable_compiler() -> None:
-    """Have torch.compile return the function that it gets, not compiled.
+    """Replace torch.compile by a function that compiles nothing.
 
     On a CPU torch.compile needs a C++ compiler, and compiles again for every number of tokens
-    that an expert gets: a tiny training takes twice as long. Importing Megatron alone, whose
-    functions are decorated with torch.compile, makes torch import its compiler for seconds.
+    that an expert gets: a tiny training takes twice as long. The mere import of Megatron, whose
+    functions are decorated with torch.compile, makes torch import its compiler, which takes
+    seconds.
     """
 
     def compile(model: Any = None, **options: Any) -> Any:
@@ -53,8 +54,8 @@ def disable_compiler() -> None:
 
 def patch() -> None:
     """Fill every gap in the Megatron that is importable."""
-    # Megatron requires this variable with TP or CP, so that kernels start in program order. Work on
-    # the CPU always does.
+    # Megatron requires this variable with TP or CP, so that kernels start in program order. On the
+    # CPU all work is in program order.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     _define_names_in_moe_utils()
     _define_names_in_random()
@@ -118,7 +119,7 @@ def _share_storage(output: torch.Tensor, recomputed: torch.Tensor) -> None:
 
 
 def _define_names_in_random() -> None:
-    """CheckpointWithoutOutput uses names of TE's FP8, and compiles C++ to share a storage."""
+    """Define TE's names of FP8 for CheckpointWithoutOutput, and share a storage without C++."""
     random = _import("megatron.core.tensor_parallel.random")
     if random is None:
         return
@@ -151,14 +152,14 @@ def _define_inference_layers() -> None:
 
 
 def _define_linear_in_mla() -> None:
-    """Up to 0.16, MLA calls isinstance() with TELinear, which is not a class without TE."""
+    """Make TELinear a class, as it is with TE: up to 0.16 MLA calls isinstance() with it."""
     mla = _import("megatron.core.transformer.multi_latent_attention")
     if mla is not None and not isinstance(getattr(mla, "TELinear", type), type):
         mla.TELinear = type("TELinear", (), {})  # type: ignore[attr-defined]
 
 
 def _skip_fused_kernels() -> None:
-    """Up to 0.16 a training first compiles CUDA kernels with nvcc: compile none."""
+    """Make Megatron compile no CUDA kernels: up to 0.16 a training first runs nvcc for some."""
     fused_kernels = _import("megatron.legacy.fused_kernels")
     if fused_kernels is not None:
         fused_kernels.load = lambda args: None  # type: ignore[attr-defined]
@@ -198,7 +199,7 @@ def _let_norms_be_sequence_parallel() -> None:
 
 
 def patch_index_builder() -> None:
-    """Have Megatron's dataset index builder (helpers.cpp) compiled outside of Megatron's tree.
+    """Make Megatron compile its dataset index builder (helpers.cpp) outside of its tree.
 
     Upstream's `compile_helpers` runs `make` in Megatron's tree with the pybind11 of whatever
     `python3` is found first, and ends the process if `make` fails. The sources on PyPI have no

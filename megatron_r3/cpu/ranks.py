@@ -1,4 +1,4 @@
-"""What torchrun tells a rank through its environment, a free port, and its share of the cores."""
+"""The environment variables that torchrun gives a rank, a free port, and the usable cores."""
 
 from __future__ import annotations
 

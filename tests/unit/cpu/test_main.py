@@ -134,7 +134,7 @@ def test_another_error_has_its_traceback_and_names_the_argument_that_it_lacks() 
     text = ends_with(caught(no_nccl), "--transformer-impl", "local", *CPU_ARGS[3:])
     assert text.startswith("Traceback")
     assert text.splitlines()[-1] == (
-        "hint: a Megatron pretrain script on the CPU needs also: --distributed-backend=gloo"
+        "hint: a Megatron pretrain script on the CPU also needs: --distributed-backend=gloo"
     )
     full = ends_with(caught(no_nccl), *CPU_ARGS)
     assert "hint" not in full
