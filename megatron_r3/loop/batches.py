@@ -24,7 +24,7 @@ class BatchServer(Server):
 
     Args:
         client: sends the request.
-        shape: of the model.
+        shape: the model's MoE layers, experts and top-k.
         sampling: how to sample.
         expected: how many samples the collection has.
     """

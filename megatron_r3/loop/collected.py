@@ -19,7 +19,7 @@ from megatron_r3.loop.config import Config
 
 
 class Collected:
-    """Counts the stored collections of a run; cheap to ask often."""
+    """Counts the stored collections of a run; reads the store only when a shard was added."""
 
     def __init__(self, config: Config) -> None:
         self._rollouts, self._size = config.directory.rollouts, config.rollouts_per_collection

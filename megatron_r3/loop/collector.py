@@ -65,7 +65,7 @@ class Collector:
         except ValueError as error:
             raise ConfigError(f"{config.file}: [sampler] {error}") from error
         self._pushed: Push | None = None
-        self._version = -1  # of the policy that was pushed last
+        self._version = -1  # the version of the policy that was pushed last
         self._ends = end_tokens(config.path(config.policy.model))
         needed = (config.run.lag + 1) * config.prompts.per_collection
         if config.run.lag and len(self.prompts) < needed:

@@ -33,7 +33,7 @@ class RunTable(Table):
         lag: policy c - lag samples collection c; policy 0 samples the first ones.
         seed: the seeds of all samples derive from this one.
         wait: seconds that a part waits for another part.
-        restarts: how often `rl run` restarts each part if it dies.
+        restarts: how often `rl run` restarts a part that dies.
     """
 
     directory: str
@@ -130,7 +130,7 @@ class TrainerTable(Table):
         script: the training script, which calls pretrain(); {megatron} is filled in. Empty runs
             megatron_r3.train.pretrain_gpt.
         processes: how many processes torchrun starts on this host.
-        launch: the command that runs the script in all processes, word by word. The default is
+        launch: the words of the command that runs the script in all processes. The default is
             torchrun on one host.
         arguments: Megatron's arguments: model, layout, batch sizes, learning rate, loss. Each text
             is split into words as a shell does it. `rl trainer` adds the loop's own arguments.

@@ -71,7 +71,7 @@ class Degraded:
 
 
 def _round_weights(model: nn.Module) -> None:
-    """Round the matrices that `Degrading.fp8` names, and have hooks round their inputs."""
+    """Round the weights that `Degrading.fp8` names, and add hooks that round the layers' inputs."""
     routers = {id(router) for router in routers_of(model).values()}
     head = model.get_output_embeddings()  # type: ignore[operator]
     for module in model.modules():

@@ -166,7 +166,7 @@ class Loader:
         await self._post("/reset_prefix_cache", {}, policy)
 
     async def _mark(self, policy: PublishedPolicy) -> None:
-        """Have the server report this policy until it is restarted."""
+        """Tell the server the name of its policy, which the server then reports until it ends."""
         body = {"new_version": policy.name}
         if self.engine == "sglang":
             await self._post(

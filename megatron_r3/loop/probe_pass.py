@@ -32,8 +32,8 @@ class ProbePass:
     """Runs the probe's tokens through the model.
 
     Args:
-        options: of the training.
-        vocab_size: of the sampler, without padding.
+        options: the options of the training.
+        vocab_size: the sampler's vocabulary size, without padding.
         layers_of: takes a model chunk, and returns the numbers of its MoE layers. A router without
             a hook gets one, which puts the router's choice into `MicrobatchRoutes.ids`.
     """

@@ -141,7 +141,7 @@ def filled_in(command: Sequence[str], values: Mapping[str, str]) -> list[str]:
 
 @contextmanager
 def signals_raise() -> Iterator[None]:
-    """Have SIGTERM and SIGHUP raise KeyboardInterrupt inside the block, as ctrl-C does.
+    """Make SIGTERM and SIGHUP raise KeyboardInterrupt inside the block, as ctrl-C does.
 
     In any other thread than the main one this does nothing: Python allows handlers in the main
     thread only, and only the main thread gets signals.

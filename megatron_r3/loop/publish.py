@@ -45,7 +45,7 @@ class Publisher:
     """Writes the versions of one training.
 
     Args:
-        options: of publishing.
+        options: the options of publishing.
         training: the options of the training.
         observe: puts a hook into a router, by which the router takes part in the active
             micro-batch; called with the router and its layer number.

@@ -61,7 +61,7 @@ class Pusher:
     Args:
         loader: loads the policies into the sampler.
         client: sends the probe's requests.
-        shape: of the model.
+        shape: the model's MoE layers, experts and top-k.
         floor: the differences of earlier pushes.
     """
 

@@ -22,9 +22,10 @@ REMEMBERED = 8  # pushes
 # float32 model by up to 0.08, with MLA by up to 0.3. Two engines in float32 differ by less than
 # 1e-5; if a tensor was not loaded, by more.
 MOST_DLOGP, ROOM_DLOGP = 0.3, 1e-5
-# A sampler that did not load the new weights is still near to the policy before. It is refused if
-# its mean |dlogp| to the policy before is below CLOSER times that to the new policy, and at least
-# MOST_TOKENS of the tokens are nearer to the policy before. Either test alone refused right pushes.
+# A sampler that did not load the new weights is still near to the previous policy. A push is
+# refused if the sampler's mean |dlogp| to the previous policy is below CLOSER times that to the new
+# policy, and at least MOST_TOKENS of the tokens are nearer to the previous policy. Each of these
+# tests alone has refused right pushes.
 CLOSER, MOST_TOKENS = 0.7, 0.55
 
 _WEIGHTS = "it has other weights, or computes them wrongly"
@@ -92,7 +93,7 @@ class PushFloor:
 
 
 def still_before(sampler: Probe, now: Probe, before: Probe) -> str:
-    """Why a sampler seems to have the policy before, in words with both numbers; empty if not.
+    """Why a sampler seems to have the previous policy, with the numbers; empty if it does not.
 
     This finds a load that changed nothing even if the policies differ by no more than the sampler's
     rounding. Example: a sampler in bfloat16 is 0.010 from its policy, and the policies are 0.012

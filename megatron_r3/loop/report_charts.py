@@ -177,7 +177,10 @@ def _map(layers: dict[str, Curve], is_share: bool) -> list[dict[str, Any]]:
 
 
 def curve_of(source: str, run: Run) -> Curve:
-    """The finite values of a source (see `Chart`); if an x comes twice, its later value counts."""
+    """The finite values of a source (see `Chart`), of a list the smallest value.
+
+    If an x comes twice, its later value counts.
+    """
     kind, of_event, name = source.partition(": ")
     if not of_event:
         return run.metrics.get(source, {})

@@ -150,10 +150,10 @@ def _trainer(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    """Make the checks that the parts make when they start, and start nothing.
+    """Check the config as the parts do when they start, and start nothing.
 
     Raises:
-        ValueError: naming the field.
+        ValueError: a field of the config, or a file that it names, cannot be used.
     """
     from megatron_r3.loop.collector import Collector
     from megatron_r3.loop.config import read_config

@@ -44,11 +44,12 @@ TOLD_TO_END = 128 + signal.SIGTERM  # the exit status that a shell gives a proce
 
 def main() -> None:
     """Serve until the process is told to end. Every rank runs this; rank 0 answers HTTP."""
-    # an exception at SIGTERM, so that `_serve` ends the processes that answer HTTP
+    # SIGTERM raises SystemExit, so that `_serve` ends the processes that answer HTTP
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(TOLD_TO_END))
     try:
         args = _initialized()
-        os.environ.setdefault("MEGATRON_INFERENCE_NDARRAY_BASE64", "1")  # patch 205
+        # routes are sent as base64 (patch 0205)
+        os.environ.setdefault("MEGATRON_INFERENCE_NDARRAY_BASE64", "1")
         listening = _listen(args.host, args.port) if torch.distributed.get_rank() == 0 else None
         model, step = build_model(args), _step_of(args)
         load_whole([model], args)
@@ -124,7 +125,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _end_with_parent() -> None:
-    """In a child: have the kernel end the child when its parent ends, even by SIGKILL."""
+    """In a child: ask the kernel to end the child when its parent ends, even by SIGKILL."""
     pr_set_pdeathsig = 1  # linux/prctl.h
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
@@ -173,7 +174,7 @@ async def _serve(engine: Any, args: Any, step: str, listening: socket.socket | N
     try:
         if listening is not None:
             _add_page(_identity(args.load, step), args.padded_vocab_size)
-            # the four processes that answer HTTP are forks of this one
+            # the four processes that answer HTTP are forks of this process
             os.register_at_fork(after_in_child=_end_with_parent)
             server.start_text_gen_server(
                 coordinator_addr=address,
@@ -269,7 +270,7 @@ def _why_no_prompt(prompt: Any, vocabulary: int) -> str | None:
 
 
 def _add_page(page: dict[str, str], vocabulary: int) -> None:
-    """Have the server answer GET /server_info with `page`, and refuse requests by `why_refused`.
+    """Make the server answer GET /server_info with `page`, and refuse requests by `why_refused`.
 
     Upstream registers every blueprint of `endpoints.__all__` in each process that answers HTTP.
     """
