@@ -6,7 +6,7 @@ R3       := $(VENV)/bin/megatron-r3
 SAMPLER  ?= transformers
 # demo: the steps of each training; the table that it prints is about the first step
 STEPS    ?= 6
-# demo: how many prompts are sampled, 8 times each, and trained on in each step: 8 to 64, a multiple of 8
+# demo: how many prompts are sampled, 8 times each, and used in each step: 8 to 64, a multiple of 8
 PROMPTS  ?= 64
 # the Megatron-LM tree of apply, revert, status, check, fidelity, export, gpu, gpu-pack, image
 MEGATRON ?=
@@ -26,28 +26,32 @@ NEW      ?=
 CHECK    ?=
 # mutants: with 1 only the unit tests run
 UNIT     ?=
-# fidelity, mutants, bench-*: run the cases with this in their name, as EP2 full; check: run the checks with this;
-# upstream: the tests; fuzz: run one class; compare: the regime, or REGIME/ARM;
-# clients: run the tests that this expression of pytest -k chooses
+# fidelity, bench-*: run the cases with this in their name, for example EP2 full; mutants, check, upstream: the faults,
+# checks, tests with this in their name; fuzz: one class; compare: one regime, or REGIME/ARM; clients: the tests that
+# this expression of pytest -k chooses
 ONLY     ?=
-# fuzz: how many tries; fuzz, online: the seed of the random choices
+# fuzz: how many tries
 TRIES    ?= 10000
+# fuzz, online: the seed of the random choices
 SEED     ?= 0
-# online: how often it samples and trains
+# online: how often rollouts are sampled and trained on
 COLLECTIONS ?= 28
 # test, test-all: how many processes share the tests, 16 at most (default: two more than there are cores, because many
-# tests wait for processes of their own); compare: runs, mutants: faults at a time (default: the number of cores)
+# tests wait for processes of their own); compare, mutants, fuzz: how many runs, faults or tests at a time (default: the
+# number of cores)
 JOBS     ?=
-# bench-dispatch, bench-update, bench-store, bench-balance: the most rounds; the benchmark ends earlier if every ratio
-# tells (default: 256 of bench-dispatch, 32 of the others). bench-publish, bench-clients: the rounds
+# bench-dispatch, bench-update, bench-store, bench-balance: the most rounds; a benchmark ends earlier if every ratio is
+# known to differ from 1 (default: 256 for bench-dispatch, 32 for the others). bench-publish, bench-clients: the rounds
 ROUNDS   ?=
 # bench-store: tokens of a round
 TOKENS   ?= 100000
 # gpu: with 1 every step runs tiny, on the CPU
 REHEARSE ?=
-# gpu, gpu-pack: what make demo made. gpu: where proof/gpu/unpack installed packages; how long the call may take
+# gpu, gpu-pack: the folder that make demo made
 DEMO     ?= $(BUILD)/demo
+# gpu: the folder into which proof/gpu/unpack installed packages
 SITE     ?=
+# gpu: how long the call may take
 MINUTES  ?=
 # image, image-test and image-matrix: see docs/image.md
 MEGATRON_SOURCE  ?= git
@@ -63,7 +67,8 @@ IMAGE := PYTHONPATH=. $(PYTHON) docker/image.py --docker "$(DOCKER)" --source $(
 	$(if $(MEGATRON),--megatron "$(MEGATRON)") $(if $(PIP_CONF),--pip-conf "$(PIP_CONF)")
 # what `make clients` and `make bench-clients` take from PyPI (frameworks/verl.py knows no other versions of verl)
 CLIENTS  := verl==0.8.0 verl==0.9.0 verl==0.9.1 ms-swift==4.6.0 mbridge==0.15.1 megatron-bridge==0.3.1
-# what is not on PyPI: clones, whose pinned commits are in proof/fidelity/clients/sources.py; without one its tests are skipped
+# clients: clones of what is not on PyPI, at the commits of proof/fidelity/clients/sources.py; without a clone its tests
+# are skipped
 SKYRL    ?=
 NEMO_RL  ?=
 BRIDGE   ?=
@@ -91,7 +96,7 @@ setup:  ## install the development environment in build/venv
 COMPILE  := test -z "$$PYTHONDONTWRITEBYTECODE" || $(VENV)/bin/python \
 	-c 'import compileall, sys; compileall.compile_dir(sys.argv[1], quiet=2, workers=0)'
 
-# The file holds how many seconds the installation took; the demo prints it.
+# $(VENV)/.done holds how many seconds the installation took; the demo prints this number.
 $(VENV)/.done: pyproject.toml requirements.lock
 	@echo "installs the packages of requirements.lock into $(VENV), once, in one to two minutes"
 	date +%s > $(BUILD)/setup-start
@@ -113,7 +118,7 @@ apply:   ## put the patches into MEGATRON=DIR (UNRELEASED=1: between releases to
 revert:  ## remove the patches from MEGATRON=DIR
 status:  ## show which release MEGATRON=DIR is, or is close to, whether it is patched, and when it was checked
 
-check: setup  ## test the patched MEGATRON=DIR itself: option off, replay, upstream's own router tests (ONLY=: some, unrecorded)
+check: setup  ## test the patched MEGATRON=DIR itself: option off, replay, upstream's own router tests (ONLY=: some; not recorded)
 	@test -n "$(MEGATRON)" || { echo "error: which tree? make $@ MEGATRON=DIR" >&2; exit 2; }
 	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m proof.fidelity.check "$(MEGATRON)" $(if $(ONLY),--only "$(ONLY)")
 
@@ -162,8 +167,8 @@ matrix: setup  ## test every release line: apply, export, option off, replay (RE
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m proof.fidelity.matrix --out $(BUILD)/matrix.json \
 		$(if $(REPO),--repo "$(REPO)") $(if $(LINE),--line "$(LINE)")
 
-# These packages require inference servers and CUDA kernels. So their wheels are installed without what
-# they require, each in a folder of its own, and beside them what their Megatron part imports.
+# The packages of CLIENTS require inference servers and CUDA kernels. So each wheel is installed without
+# its requirements, in a folder of its own. site/ has what the Megatron parts of these packages import.
 $(BUILD)/clients/.done: $(VENV)/.done tests/clients/requirements.lock
 	rm -rf $(BUILD)/clients
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --target $(BUILD)/clients/site \
@@ -208,8 +213,8 @@ bench-publish: megatron  ## measure time and memory of writing a policy by the r
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m proof.benchmarks.publish --out $(BUILD)/bench/publish.json \
 		$(if $(ROUNDS),--rounds $(ROUNDS)) --only "$(ONLY)"
 
-# It uses PYTHON's own torch and packages, since those of build/venv know no GPU.
-gpu:  ## run what needs a GPU on this machine's (PYTHON=, MEGATRON=, DEMO=, SITE=, MINUTES=; REHEARSE=1: tiny, on the CPU)
+# make gpu uses PYTHON's own torch and packages, because the torch of build/venv may be built for CPUs.
+gpu:  ## run on this machine's GPU what needs one (PYTHON=, MEGATRON=, DEMO=, SITE=, MINUTES=; REHEARSE=1: tiny, on the CPU)
 	@$(if $(REHEARSE),$(VENV)/bin/python,$(PYTHON)) -m proof.gpu.run --megatron "$(or $(MEGATRON),$(TREE))" \
 		--demo "$(DEMO)" --out $(BUILD)/gpu$(if $(REHEARSE),-rehearsal --rehearse) \
 		$(if $(SITE),--site "$(SITE)") $(if $(MINUTES),--minutes $(MINUTES))
