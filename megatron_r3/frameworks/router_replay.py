@@ -1,27 +1,24 @@
-"""Upstream's RouterReplay interface: code that is written for it runs unchanged on our replay.
+"""Megatron's `RouterReplay` interface on our replay: code that is written for it runs unchanged.
 
     import megatron_r3.frameworks.router_replay  # before the model is made
 
-From then on a config's `moe_enable_routing_replay` (or verl's `enable_routing_replay`) switches on
-`moe_router_replay` instead, and each router's `router_replay` has upstream's interface
+After this import a config's `moe_enable_routing_replay` (or verl's `enable_routing_replay`) turns
+on `moe_router_replay` instead, and each router's `router_replay` has upstream's interface
 (megatron/core/transformer/moe/router_replay.py): targets, actions, the global list.
 
-What a router does is decided where the forward pass of its block of layers begins, from the actions
-of the block's own routers:
+When the forward pass of a block of layers begins, the actions of the block's own routers decide
+how the block runs:
 
-    none of them has an action   the block runs as it would
-    RECORD                       `recording()`; each router gets its recorded indices at the end
-    REPLAY_FORWARD               `replaying()` the targets of the block's routers
-    REPLAY_BACKWARD              an error where a new forward pass begins; a recompute does not look
-                                 at actions
+    no action         as without this import
+    RECORD            inside `recording()`; after the pass each router gets its recorded indices
+    REPLAY_FORWARD    inside `replaying()`, with the targets of the block's routers
+    REPLAY_BACKWARD   not at all: an error
 
-A recompute takes the routes of its own forward pass (patch 2), in any order, whether the caller
-sets REPLAY_BACKWARD before the backward pass or not. So there is no queue of targets, a second
-model in the process cannot take part, and an exception leaves nothing active. MTP routers stay
-live, and are not in the list: nobody has routes for them. They have the interface, because some
-code (NeMo-RL's) looks for routers in all modules of a model.
-
-Without this import upstream's class is as it was.
+A recompute reads no action: it takes the routes of its own forward pass (patch 2), whether the
+caller sets REPLAY_BACKWARD before the backward pass or not. So upstream's queue of targets for the
+backward pass is not needed. An exception in a block clears the actions and targets of its routers.
+MTP routers stay live, and are not in the global list, since no engine returns routes for them. They
+have the interface, because some code (NeMo-RL's) looks for routers in all modules of a model.
 
 Shape suffixes (docs/glossary.md): T.
 """
@@ -48,29 +45,29 @@ from megatron_r3.replay.plan import LayerSizes
 from megatron_r3.replay.planner import PLANNED_DISPATCHERS, Planner
 from megatron_r3.replay.tally import Tally
 
-# The classes that run a block of layers, in 0.16 to main. From 0.18 on the second and the third are
-# one class, under a new and an old name.
+# The classes that run a block of layers, in Megatron 0.16 to main. From 0.18 on MambaStack is
+# another name of HybridStack; 0.16 and 0.17 have no HybridStack.
 _BLOCKS = (
     ("megatron.core.transformer.transformer_block", "TransformerBlock"),
     ("megatron.core.models.hybrid.hybrid_block", "HybridStack"),
     ("megatron.core.ssm.mamba_block", "MambaStack"),
 )
 
-# Lists of routers that frameworks read beside upstream's global list; `join_list` adds one.
+# Lists of routers that frameworks read beside upstream's global list; `join_list` adds a list.
 _more_lists: list[list[Any]] = []
 
 
 class BoundTargets:
-    """The targets and the action of one router; `_forward_pass` of the router's block obeys them.
+    """The targets and the action of one router, which `_forward_pass` reads.
 
     Attributes:
-        router_replay_action: an action of upstream's enum, or of a framework's with the same
-            values. None means live.
-        target_topk_idx: what the next forward pass replays, expert ids `[T, K]`.
-        target_replay_mask: verl's; False for rows whose output no loss reads. See
-            `set_target_indices`.
-        recorded_topk_idx: what the last forward pass with RECORD chose, int64 `[T, K]`.
-        replay_backward_list: upstream's queue; it stays empty.
+        router_replay_action: an action of upstream's enum, or of a framework's enum with the same
+            values. None means no action.
+        target_topk_idx: the expert ids `[T, K]` that the next forward pass replays.
+        target_replay_mask: the `replay_mask` of `set_target_indices`.
+        recorded_topk_idx: the expert ids that the last forward pass with RECORD chose, int64
+            `[T, K]`.
+        replay_backward_list: upstream's queue of targets for the backward pass; always empty here.
     """
 
     _router: weakref.ref[Any]
@@ -84,7 +81,7 @@ class BoundTargets:
 
     @property
     def router(self) -> Any:
-        """The router whose hook this is; None if its model is gone."""
+        """The router that has this hook; None if the router's model was freed."""
         return self._router()
 
     def set_target_indices(self, topk_indices: Tensor, replay_mask: Tensor | None = None) -> None:
@@ -93,13 +90,13 @@ class BoundTargets:
         Args:
             topk_indices: expert ids `[T, K]` of any integer dtype. A row that no router can take
                 (an id twice, negative, or beyond the last expert) chooses live.
-            replay_mask: True for rows to replay; bool or 0 and 1, T entries. Only verl gives one,
-                and its mask is False exactly for rows whose output no loss reads: the last token of
-                a response, sequences without a response, and packing padding
-                (verl/utils/megatron/router_replay_utils.py, `build_r3_replay_mask`). Nothing
-                attends to these rows either, since they come last in their sequence. So it does
-                not matter which experts they take, and they are treated as padding: spread over
-                the experts, and not in the router's load. None means that every row is replayed.
+            replay_mask: True for rows to replay; bool or 0 and 1, T entries. None means that every
+                row is replayed. Rows with False are treated as padding: their experts are spread
+                over all experts, and they are not in the router's load. Only verl gives a mask. It
+                is False for the last token of a sequence, for sequences without a response, and
+                for packing padding (verl/utils/megatron/router_replay_utils.py,
+                `build_r3_replay_mask`). No loss depends on these rows, not even by attention, so
+                their experts do not matter.
         """
         self.target_topk_idx, self.target_replay_mask = topk_indices, replay_mask
 
@@ -109,19 +106,19 @@ class BoundTargets:
         self.replay_backward_list = []
 
     def set_router_replay_action(self, router_replay_action: Any) -> None:
-        """Set what the next forward pass of this router's block does; None makes it live."""
+        """Set what the next forward pass of this router's block does; None means no action."""
         self.router_replay_action = router_replay_action
 
     def clear_router_replay_action(self) -> None:
-        """Let the next forward pass of this router's block be live."""
+        """Set the action to None."""
         self.router_replay_action = None
 
     def microbatch(self) -> MicrobatchRoutes | None:
-        """The active microbatch; None if there is none. A router asks at each of its passes.
+        """The active microbatch; None if there is none. The router calls this in each pass.
 
         Raises:
-            ReplayError: an action is set, but the router runs outside of a block's call, where
-                actions are read. Upstream would have replayed here.
+            ReplayError: an action is set, but the router runs outside of its block's `__call__`,
+                which alone reads actions. Upstream would have obeyed the action.
         """
         acts = self.has_routes and self.router_replay_action is not None
         if acts and ACTIVE.get() is None:
@@ -140,7 +137,7 @@ class BoundTargets:
 
     @has_routes.setter
     def has_routes(self, value: bool) -> None:
-        # On 0.16 `keep_live` (seams/router.py) sets this after an MTP router was made.
+        # On 0.16 `keep_live` (seams/router.py) sets this to False after an MTP router was made.
         self.__dict__["has_routes"] = value
         if not value:
             for instances in (_upstream().global_router_replay_instances, *_more_lists):
@@ -148,17 +145,22 @@ class BoundTargets:
 
 
 def action_of(hook: BoundTargets) -> str | None:
-    """The action as upstream spells its value, e.g. "record"; None if the router is live."""
+    """The value of the hook's action in upstream's enum, e.g. "record"; None without an action."""
     action = hook.router_replay_action
     return None if action is None else str(getattr(action, "value", action))
 
 
 @dataclass
 class _Mismatch:
-    """How often live routing would differ, summed on the device until `take_mismatch`."""
+    """How many tokens would choose other experts live, summed on the device until `take_mismatch`.
+
+    Attributes:
+        wanted: whether forward passes count; `count_mismatch` sets it.
+        sums: for each layer number int64 `[tokens that differ, tokens that were compared]`.
+    """
 
     wanted: bool = False
-    sums: dict[int, Tensor] = field(default_factory=dict)  # layer: int64 [differing, compared]
+    sums: dict[int, Tensor] = field(default_factory=dict)
 
     def add(self, routes: TargetRoutes, tally: Tally) -> None:
         for layer, compared in zip(routes.layers, routes.counted_tokens(), strict=True):
@@ -179,12 +181,12 @@ def count_mismatch(wanted: bool = True) -> None:
 
 
 def take_mismatch() -> dict[int, tuple[int, int]]:
-    """The counts of this rank's tokens since the last call; waits for the device.
+    """Return what `count_mismatch` counted on this rank since the last call; wait for the device.
 
     Returns:
-        For each layer number the tokens whose live choice is another set of experts, and the tokens
-        that were compared. Rows that chose live, and padding, are not compared. Empty if nothing
-        was replayed while `count_mismatch` was on.
+        For each layer number: how many tokens have a live choice that is another set of experts
+        than their route, and how many tokens were compared. Rows that chose live, and padding, are
+        not compared. Empty if nothing was replayed while `count_mismatch` was on.
     """
     sums, _mismatch.sums = _mismatch.sums, {}
     if not sums:
@@ -209,10 +211,10 @@ def _hooks_of(block: torch.nn.Module) -> list[BoundTargets]:
 
 
 def _with_routes(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A block's `__call__` that first looks at the actions of the block's routers.
+    """Wrap a block's `__call__` so that it obeys the actions of the block's routers.
 
-    `forward` is not wrapped, because a subclass may replace it without a call of Megatron's. The
-    TransformerBlock of mcore-bridge, with which ms-swift builds its models, does so.
+    `forward` is not wrapped, because a subclass may override it and not call Megatron's `forward`.
+    The TransformerBlock of mcore-bridge, with which ms-swift builds its models, is an example.
     """
 
     @functools.wraps(call)
@@ -244,9 +246,9 @@ def _forward_pass(block: Any, hooks: list[BoundTargets]) -> Iterator[None]:
         )
     (action,) = actions
     if action is None:
-        # A block that other code replays (`with replaying(...)`) is left alone. Otherwise the pass
-        # is marked as live, so that `BoundTargets.microbatch` does not take a recompute of the pass
-        # for a router outside of a block: by then the next pass's action may have been set.
+        # Inside another `with replaying(...)` or `recording()` nothing is done. Elsewhere the pass
+        # is marked as live: when it is recomputed, the action of the next pass may have been set,
+        # and `BoundTargets.microbatch` would raise its error.
         with nullcontext() if ACTIVE.get() else replaying(None):
             yield
     elif action == "record":
@@ -267,8 +269,8 @@ def _forward_pass(block: Any, hooks: list[BoundTargets]) -> Iterator[None]:
             _mismatch.add(routes, microbatch.tally)
     else:
         raise ReplayError(
-            f"a forward pass began with the action {action}: recomputes need no action, and a new "
-            "forward pass takes replay_forward (with targets), record or none"
+            f"a forward pass began with the action {action}: recomputes need no action; for a new "
+            "forward pass set replay_forward (and targets) or record, or clear the action"
         )
 
 
@@ -306,9 +308,9 @@ def _targets_of(block: Any, hooks: list[BoundTargets]) -> TargetRoutes:
 
 
 def _plan(block: Any, routes: TargetRoutes) -> dict[int, LayerSizes] | None:
-    """The dispatch plan of one forward pass, if the block's dispatchers ask for one.
+    """The dispatch plan of one forward pass; None if the config or the dispatcher asks for none.
 
-    The plan costs one wait for the device a microbatch: the targets are on the device already.
+    A plan costs one wait for the device, since the targets must be copied to the host.
     """
     config = block.config
     asks = config.moe_token_dispatcher_type in PLANNED_DISPATCHERS
@@ -340,7 +342,7 @@ def install() -> None:
     for module, name in _BLOCKS:
         try:
             block = getattr(importlib.import_module(module), name, None)
-        except ModuleNotFoundError:  # another release has it under another name
+        except ModuleNotFoundError:  # this release has no such module
             continue
         if block is not None and block not in wrapped:
             block.__call__ = _with_routes(block.__call__)
@@ -348,7 +350,7 @@ def install() -> None:
 
 
 def join_list(instances: list[Any]) -> None:
-    """Have routers that are made from now on join this list of a framework too."""
+    """Have each router that is made from now on join `instances`, a framework's list, too."""
     if not any(instances is some for some in _more_lists):
         _more_lists.append(instances)
 
@@ -374,10 +376,11 @@ def _binding(build: Callable[..., None]) -> Callable[..., None]:
 
 
 def _choose_ours(config: Any) -> None:
-    """Turn a config that asks for upstream's replay, or verl's, into one that asks for ours.
+    """If a config asks for upstream's replay, or verl's, have it ask for ours instead.
 
     Raises:
-        ValueError: an option under which the layers do not run in the forward pass of their block.
+        ValueError: overlap_moe_expert_parallel_comm is on, too. With it the layers do not run in
+            the forward pass of their block.
     """
     names = ("moe_enable_routing_replay", "enable_routing_replay")
     asked = [name for name in names if getattr(config, name, False)]

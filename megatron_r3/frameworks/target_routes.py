@@ -1,9 +1,9 @@
 """Turn the targets of one block's routers into the routes of a microbatch.
 
-Code for RouterReplay gives each router a tensor of expert ids, and does not say which rows of it
-are valid. A row whose ids no router can take (an id twice, below 0, or beyond the last expert) has
-no recorded route: engines return such rows for cached prefixes, and callers pad with zeros or -1.
-Such a row chooses live in the layers in which it is bad, and a recompute repeats that choice.
+Code for RouterReplay gives each router a tensor of expert ids, and does not say which rows of the
+tensor are valid. A row is "bad" if no router can take its ids: an id twice, below 0, or beyond the
+last expert. Engines return bad rows for cached prefixes, and callers pad with zeros or -1. A bad
+row chooses live in the layers in which it is bad, and a recompute repeats that choice.
 
 Nothing here waits for the device, except for the one copy to the host that a dispatch plan needs.
 
@@ -32,8 +32,9 @@ class TargetRoutes:
         layers: Megatron's numbers of the L layers.
         ids_LTK: int16. The ids of a bad row are `0, 1, ... K - 1`, and those of an unused row are
             spread over all experts.
-        bad_LT: bool, rows that choose live. None means that there is no such row.
-        unused_T: bool, rows whose output nobody reads. None means that there is no such row.
+        bad_LT: bool, the bad rows, which choose live. None means that no row is bad.
+        unused_T: bool, the unused rows: no loss depends on their output. None means that no row
+            is unused.
     """
 
     layers: list[int]
@@ -53,16 +54,17 @@ class TargetRoutes:
 
         Args:
             targets: for each layer number the expert ids `[T, K]`, of any integer dtype.
-            unused_T: bool, rows whose output nobody reads; None if every row is read.
-            num_experts: E.
+            unused_T: see `TargetRoutes`.
+            num_experts: how many experts a layer has.
 
         Raises:
-            ReplayError: ids that are no integers, or layers of different shapes.
+            ReplayError: a target is not a tensor `[T, K]` of integers, or the layers have different
+                shapes.
         """
         layers = sorted(targets)
         ids_LTK = _stacked([targets[layer] for layer in layers], layers)
         num_tokens, topk = ids_LTK.shape[1:]
-        # sorted, equal ids stand beside each other, and only the ends can be out of range
+        # in a sorted row equal ids are neighbours, and only the ends can be out of range
         ordered_LTK = ids_LTK.sort(dim=2).values
         bad_LT = (ordered_LTK[..., 1:] == ordered_LTK[..., :-1]).any(2)
         bad_LT |= (ordered_LTK[..., 0] < 0) | (ordered_LTK[..., -1] >= num_experts)
@@ -74,7 +76,7 @@ class TargetRoutes:
             ids_LTK = torch.where(unused_T[:, None], spread_TK, ids_LTK)
             bad_LT &= ~unused_T
             unused_T = unused_T.to(device, non_blocking=True)
-        # on the host it costs nothing to learn that no row is bad; on a device it would be a wait
+        # `bad_LT.any()` is read on the host alone: on a device the read would be a wait
         has_bad = bad_LT.device.type != "cpu" or bool(bad_LT.any())
         return cls(
             layers,
@@ -87,7 +89,8 @@ class TargetRoutes:
         """The routes of one forward pass of the block.
 
         Args:
-            counts: whether to count where the live choice differs from a used row's route.
+            counts: whether to count the rows whose live choice differs from their route, except
+                for unused rows.
         """
         bad_LT, tally = self.bad_LT, None
         if counts:
@@ -99,11 +102,11 @@ class TargetRoutes:
             live_T=None if bad_LT is None else dict(zip(self.layers, bad_LT, strict=True)),
             padding_T=self.unused_T,
             tally=tally,
-            checked=True,  # the rows that could be wrong are live
+            checked=True,  # `of` has replaced wrong ids
         )
 
     def counted_tokens(self) -> Tensor:
-        """How many rows of each layer have a route and are read, int64 `[L]` on the device."""
+        """How many rows of each layer are neither bad nor unused, int64 `[L]` on the device."""
         counted_LT = torch.ones_like(self.ids_LTK[..., 0], dtype=torch.bool)
         if self.bad_LT is not None:
             counted_LT &= ~self.bad_LT
@@ -112,7 +115,7 @@ class TargetRoutes:
         return counted_LT.sum(1)
 
     def on_host(self) -> HostTargets:
-        """The same on the host, in one copy, which waits for the device."""
+        """The ids and the bad rows on the host, by one copy, which waits for the device."""
         ids_LTK = self.ids_LTK
         if self.bad_LT is not None:  # sent as ids of -1: a second copy would be a second wait
             ids_LTK = torch.where(self.bad_LT[..., None], -1, ids_LTK)
@@ -125,8 +128,8 @@ class HostTargets:
     """What a planner reads (`megatron_r3.replay.planner.PlannedRoutes`).
 
     Attributes:
-        ids_LTK: int16; zeros where the row is live.
-        live_T: bool, rows that choose live, `[L, T]`.
+        ids_LTK: int16; zeros in rows that choose live.
+        live_T: bool `[L, T]`, True for rows that choose live.
     """
 
     ids_LTK: np.ndarray
@@ -134,7 +137,7 @@ class HostTargets:
 
 
 def _stacked(targets: Sequence[Tensor], layers: list[int]) -> Tensor:
-    """Targets as `[L, T, K]`; an error names the layers that do not fit together."""
+    """Stack the targets of all layers: `[L, T, K]`. Errors name the layer that does not fit."""
     for layer, target in zip(layers, targets, strict=True):
         if not isinstance(target, Tensor):
             raise ReplayError(
@@ -144,7 +147,7 @@ def _stacked(targets: Sequence[Tensor], layers: list[int]) -> Tensor:
             raise ReplayError(f"layer {layer}: the target holds {target.dtype}, not expert ids")
         if target.ndim != 2:
             raise ReplayError(
-                f"layer {layer}: a target is [tokens, topk], not {list(target.shape)}"
+                f"layer {layer}: the target has the shape {list(target.shape)}, not [tokens, topk]"
             )
     if len({target.shape for target in targets}) > 1:
         shapes = {layer: list(t.shape) for layer, t in zip(layers, targets, strict=True)}

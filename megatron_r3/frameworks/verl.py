@@ -1,16 +1,16 @@
-"""verl on megatron_r3: verl's engine and replay code stay as they are, its routers replay by ours.
+"""verl on megatron_r3: verl's routers replay by our code, and verl's files stay unchanged.
 
     VERL_USE_EXTERNAL_MODULES=megatron_r3.frameworks.verl
 
-verl's own import imports this module, in the driver too, where there may be no Megatron. So the
-import does one thing: as soon as verl's router_replay_patch is imported, its function
-`apply_router_replay_patch` is replaced. verl's Megatron engine calls that function when the engine
-is made with `router_replay.mode` R2 or R3. Errors are raised in that call: nothing falls back to
-verl's own replay without a word.
+With this setting `import verl` imports this module, in the driver too, where there may be no
+Megatron. So this module's import only arranges that verl's function `apply_router_replay_patch` is
+replaced as soon as verl's module router_replay_patch is imported. verl's Megatron engine calls the
+function when the engine is made with `router_replay.mode` R2 or R3. If our replay cannot be used,
+that call raises an error; verl's own replay is never used instead.
 
-verl's function would put copies of its own in the place of `TopKRouter.routing` and
-`TopKRouter.__init__`, and count dispatched tokens with a wait for the device in each layer. Here
-Megatron's own functions run, and `megatron_r3.frameworks.router_replay` replays.
+verl's function would replace `TopKRouter.routing` and `TopKRouter.__init__`, and count dispatched
+tokens with a wait for the device in each layer. Here Megatron's own functions run, and
+`megatron_r3.frameworks.router_replay` replays.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _TURN_OFF = "to train with verl's own replay, unset VERL_USE_EXTERNAL_MODULES"
 
 
 def check_version(version: str, patch: Any, utils: Any) -> None:
-    """Refuse a verl that is not one of the known releases, or that was changed.
+    """Refuse a verl that is not a known release, or that has changed functions used here.
 
     Args:
         version: `verl.__version__`.
@@ -64,11 +64,12 @@ def check_version(version: str, patch: Any, utils: Any) -> None:
         utils: verl's module router_replay_utils.
 
     Raises:
-        ReplayError: naming the version, or the function that differs.
+        ReplayError: the version is not known, or a function differs from the release's; the error
+            names it.
     """
     if version not in _KNOWN:
         raise ReplayError(
-            f"megatron_r3.frameworks.verl knows verl {', '.join(_KNOWN)}, not {version}: take "
+            f"megatron_r3.frameworks.verl knows verl {', '.join(_KNOWN)}, not {version}: install "
             f"one of these, or, {_TURN_OFF}"
         )
     functions = (
@@ -81,32 +82,32 @@ def check_version(version: str, patch: Any, utils: Any) -> None:
         if found != parameters:
             raise ReplayError(
                 f"verl {version}: {function.__qualname__} takes ({found}), and in the release it "
-                f"takes ({parameters}): this verl was changed. Take the release, or, {_TURN_OFF}"
+                f"takes ({parameters}): this verl was changed. Install the release, or, {_TURN_OFF}"
             )
     words = inspect.unwrap(patch.apply_router_replay_patch).__code__.co_consts
     missing = [mark for mark in _MARKS if mark not in words]
     if missing:
         raise ReplayError(
             f"verl {version}: apply_router_replay_patch does not look at {', '.join(missing)}: "
-            f"this verl was changed. Take the release, or, {_TURN_OFF}"
+            f"this verl was changed. Install the release, or, {_TURN_OFF}"
         )
 
 
 class LivingRouters(list[Any]):
-    """verl's list of routers, which forgets a router when its model is gone and not before.
+    """verl's list of routers, from which `clear` removes only routers of models that were freed.
 
-    verl empties its list whenever another engine is made, and sets actions through that list: a
-    policy beside a reference model would then be trained live.
+    verl clears the list when it makes an engine, and sets actions on the routers in the list. With
+    an ordinary list, making a second engine would make the routers of the first engine live.
     """
 
     def clear(self) -> None:
-        """Remove the routers whose models are gone, and no others."""
-        gc.collect()  # a model's modules refer to each other, so only this frees them
+        """Remove the routers whose models were freed."""
+        gc.collect()  # frees models that are out of use, whose modules refer to each other
         self[:] = [hook for hook in self if hook.router is not None]
 
 
 def _replace(patch: Any) -> None:
-    """Replace `apply_router_replay_patch` in verl's module."""
+    """Replace `apply_router_replay_patch` in verl's module router_replay_patch."""
     theirs = patch.apply_router_replay_patch
 
     @functools.wraps(theirs)
@@ -129,7 +130,8 @@ def _replace(patch: Any) -> None:
                 _report_mismatch(importlib.import_module(_ENGINE), drop_in)
             if os.environ.get("RANK", "0") == "0":
                 print(f"router replay by megatron-r3, not by verl {version} itself", flush=True)
-        theirs()  # does the rest: has TransformerConfig accept `enable_routing_replay`
+        theirs()  # with the marks set it only clears the list, and has TransformerConfig accept
+        # `enable_routing_replay`
 
     patch.apply_router_replay_patch = apply_router_replay_patch
 
@@ -137,8 +139,9 @@ def _replace(patch: Any) -> None:
 def _look_up_by_engine(replay: Any, helper: Any) -> None:
     """Have verl find the routers of the engine that asks, also if another engine was made first.
 
-    `get_micro_batch_router_list` takes a slice of the whole list, which starts with the routers of
-    the first engine. verl 0.9 takes them from the model in most places, 0.8 always from the list.
+    verl's `get_micro_batch_router_list` takes a slice of the list of all routers, counted from its
+    beginning, where the routers of the first engine are. verl 0.8 finds routers only in that way;
+    verl 0.9 finds them in the model in most functions.
     """
     theirs = helper.get_micro_batch_router_list
 
@@ -160,7 +163,7 @@ def _look_up_by_engine(replay: Any, helper: Any) -> None:
 
 
 def _report_mismatch(engine: Any, drop_in: Any) -> None:
-    """Add to verl's metrics of an update how often live routing would have chosen other experts."""
+    """Have verl's metrics of an update include `MISMATCH`, by wrapping `forward_backward_batch`."""
     theirs = engine.MegatronEngine.forward_backward_batch
 
     @functools.wraps(theirs)
@@ -187,8 +190,11 @@ def _report_mismatch(engine: Any, drop_in: Any) -> None:
 def _over_all_ranks(counts: dict[int, tuple[int, int]]) -> float:
     """The share of (token, layer) pairs that differ, over all layers and all ranks of the engine.
 
-    Without sequence parallelism, each rank of a tensor-parallel group counts the same tokens, in
-    both sums, so the share stays right.
+    Without sequence parallelism each rank of a tensor-parallel group counts the same tokens. Both
+    sums are then multiplied by the group's size, and the share stays right.
+
+    Args:
+        counts: this rank's, as `take_mismatch` returns them.
     """
     import torch
     from megatron.core import mpu
@@ -203,14 +209,14 @@ def _over_all_ranks(counts: dict[int, tuple[int, int]]) -> float:
 
 
 class _AfterImport(MetaPathFinder):
-    """Calls `_replace` when verl's module has been imported, before anybody takes a name from it.
+    """Calls `_replace` at the end of the import of verl's module router_replay_patch.
 
-    verl's engine runs `from ... import apply_router_replay_patch`: by then the function must be
-    ours.
+    verl's engine runs `from ... import apply_router_replay_patch`, and the function must be
+    replaced before.
     """
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        """The module's own spec, with a loader that calls `_replace` at its end."""
+        """For router_replay_patch its own spec, with a loader that calls `_replace` at the end."""
         if fullname != _PATCH:
             return None
         sys.meta_path.remove(self)  # find_spec below must not come back here
@@ -231,7 +237,7 @@ def install() -> None:
     """Replace verl's replay from now on; importing this module calls it.
 
     Raises:
-        ReplayError: verl's engine was imported before.
+        ReplayError: verl's Megatron engine was imported before this module.
     """
     patch = sys.modules.get(_PATCH)
     if patch is None:
@@ -241,7 +247,8 @@ def install() -> None:
         if _ENGINE in sys.modules:
             raise ReplayError(
                 "verl's Megatron engine was imported before megatron_r3.frameworks.verl: set "
-                "VERL_USE_EXTERNAL_MODULES=megatron_r3.frameworks.verl instead of importing it"
+                "VERL_USE_EXTERNAL_MODULES=megatron_r3.frameworks.verl, and do not import "
+                "megatron_r3.frameworks.verl yourself"
             )
         _replace(patch)
 

@@ -83,7 +83,10 @@ def test_every_integer_dtype_is_taken(dtype: torch.dtype) -> None:
         ({1: torch.tensor(GOOD).float()}, "layer 1: the target holds torch.float32"),
         ({1: torch.tensor(GOOD) > 0}, "layer 1: the target holds torch.bool"),
         ({1: torch.tensor(GOOD).numpy()}, "layer 1: the target is a ndarray, not a tensor"),
-        ({1: torch.tensor(GOOD)[None]}, r"layer 1: a target is \[tokens, topk\], not \[1, 4, 3\]"),
+        (
+            {1: torch.tensor(GOOD)[None]},
+            r"layer 1: the target has the shape \[1, 4, 3\], not \[tokens, topk\]",
+        ),
         ({1: torch.tensor(GOOD), 2: torch.tensor(GOOD[:2])}, r"different shapes: \{1: \[4, 3\]"),
     ],
 )
