@@ -1,10 +1,10 @@
 """A store that grows: the first rank looks for new shards and announces them to all ranks.
 
-The first look is broadcast. Later looks run in a thread of the first rank, which announces what a
-look finds in a torch TCPStore, a small server of keys and values: under the key `0`, then `1`, and
-so on. Ranks, their lookahead threads and dataloader workers hear of new shards by asking for the
-next key. So all of them take the same shards in the same order, and only the first rank lists the
-directory.
+What the first look finds is broadcast. Later looks run in a thread of the first rank. The thread
+announces what a look finds in a torch TCPStore (a small server of keys and values) under the key
+`0`, then `1`, and so on. Ranks, their lookahead threads and dataloader workers hear of new shards
+by asking for the next key. So all processes take the same shards in the same order, and only the
+first rank lists the directory.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from megatron_r3.data.store.index import Index
 from megatron_r3.data.store.schema import StoreError
 from megatron_r3.train.one_look import told_by_first
 
-ANSWER_S = 60.0  # how long the first rank may take to answer
-END_S = 10.0  # how long the end of the process waits for the thread
+ANSWER_S = 60.0  # how many seconds the first rank may take to answer
+END_S = 10.0  # how many seconds the end of the process waits for the thread
 
 
 def follow_together(directory: Path, wait_s: float, lookout: Lookout) -> FollowedStore:
-    """The store as all ranks see it. All ranks call this function together.
+    """Open a store that grows, with the same shards on all ranks. All ranks call this together.
 
     Args:
         directory: of the store.
         wait_s: see FollowedStore.
-        lookout: looks at the directory; only the first rank uses its lookout.
+        lookout: looks at the directory; used on the first rank only.
     """
 
     def look() -> tuple[Index, Arriving]:
         global _announcer
         index, waiting = lookout.news()
-        if _announcer is not None:  # of an earlier training in this process
+        if _announcer is not None:  # the announcer of an earlier training in this process
             _announcer.end()
         _announcer = Announcer(lookout, waiting)
         return Index.of([directory], []) if index is None else index, _announcer.arriving
@@ -55,8 +55,8 @@ def follow_together(directory: Path, wait_s: float, lookout: Lookout) -> Followe
 def _with_opened(index: Index) -> Index:
     """Put the shards that this process has opened already into an announced index.
 
-    The first rank has opened all of them. A dataloader worker that was forked from the first rank
-    has those that were open at the fork.
+    The first rank has opened all shards of the index. A dataloader worker that was forked from the
+    first rank has the shards that were open at the fork. Other processes have none.
     """
     looked = [] if _announcer is None else _announcer.lookout.shards
     numbers = zip(index.table["number"].tolist(), index.identities(), strict=True)
@@ -76,20 +76,21 @@ class Arriving:
 
     Args:
         host, port: of the first rank's server.
-        waiting: which missing shard later ones wait for, as the first look found it.
+        waiting: what the first look found, in words: which shard is missing although a later one
+            is there; "" if none is missing.
     """
 
     def __init__(self, host: str, port: int, waiting: str = "") -> None:
         self.host, self.port, self._waiting = host, port, waiting
-        self._heard = 0  # how many announcements
-        self._client: tuple[int, Any] | None = None  # process id, and its connection
+        self._heard = 0  # how many announcements this process has read
+        self._client: tuple[int, Any] | None = None  # a process id, and that process's connection
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state for a spawned process, without the connection: each process opens its own."""
+        """The state for a spawned process, without the connection: the process opens its own."""
         return {**vars(self), "_client": None}
 
     def news(self) -> News:
-        """The next shards that were announced.
+        """The next shards that were announced (None if there are none), and the missing one.
 
         Raises:
             StoreError: the first rank has found a shard that cannot be used, can no longer look
@@ -122,12 +123,12 @@ class Arriving:
         return self._client[1]
 
 
-_announcer: Announcer | None = None  # of this process, if it is the first rank
+_announcer: Announcer | None = None  # stays None in processes that are not the first rank
 
 
 @atexit.register
 def end() -> None:
-    """End the Announcer's thread before Python exits: a thread in C++ would abort the process."""
+    """End the Announcer's thread before Python exits, as `lookahead.end_all` ends its threads."""
     if _announcer is not None:
         _announcer.end()
 
@@ -140,13 +141,13 @@ class Announcer:
         waiting: see `Arriving`.
 
     Attributes:
-        lookout: the same.
+        lookout: the argument.
         arriving: receives the announcements; sent to all ranks.
     """
 
     def __init__(self, lookout: Lookout, waiting: str = "") -> None:
         self.lookout, self._waiting, self._announced = lookout, waiting, 0
-        # the address by which the other ranks have found this one already (torch's env://)
+        # the address at which the other ranks have found the first rank already (torch's env://)
         host = os.environ.get("MASTER_ADDR") or socket.gethostname()
         allow_most_files()  # each rank and each of its workers has a connection
         try:
@@ -157,7 +158,7 @@ class Announcer:
             raise StoreError(
                 f"no server for the announcements of new shards can be reached at {host} "
                 f"({str(error).splitlines()[0]}): a free port of the first rank must be open to "
-                "all ranks; is MASTER_ADDR its address?"
+                "all ranks, and MASTER_ADDR must be the first rank's address"
             ) from error
         self.arriving = Arriving(host, self._server.port, waiting)
         self._end = threading.Event()
@@ -176,9 +177,9 @@ class Announcer:
                 if index is not None or waiting != self._waiting:
                     self._announce(index, waiting)
                 self._end.wait(POLL_S)
-        except ValueError as error:  # a refused shard: every rank that asks gets this error
+        except ValueError as error:  # a shard is refused: every rank that asks gets this error
             self._announce(None, wrong=str(error))
-        except Exception as error:  # else nobody would see that the thread has ended
+        except Exception as error:  # else no rank would learn that the thread has ended
             traceback.print_exc()
             self._announce(None, wrong=f"the first rank cannot look for new shards: {error!r}")
 

@@ -34,7 +34,11 @@ class CollectionPass:
         self.data: RolloutDataset | None = None
 
     def logprobs(self, host: dict[str, Tensor]) -> Tensor:
-        """The log-probs `[B, S]` that the pass found for a micro-batch; both are on the host."""
+        """The log-probs `[B, S]` that the pass found for a micro-batch, on the host.
+
+        Args:
+            host: the micro-batch, on the host.
+        """
         return self.policy.logprobs(host["rows"])
 
     def forward(
@@ -44,11 +48,15 @@ class CollectionPass:
         policy: Policy,
         microbatch: MicrobatchRoutes | None = None,
     ) -> tuple[Any, Callable[..., Any]]:
-        """A forward step of the pass: the output, and a function that keeps its log-probs.
+        """Run the forward pass of one micro-batch.
 
         Args:
             policy: how logits become log-probs.
             microbatch: the routes to replay; None for a live pass.
+
+        Returns:
+            The model's output, and a function that keeps the log-probs of this output. Megatron's
+            schedule calls the function on the last pipeline stage.
         """
         host = prepared.batch
         batch = on_device(host)
@@ -77,10 +85,10 @@ class CollectionPass:
         self.policy.finish()
 
     def _batches(self, collection: int) -> Iterator[dict[str, Tensor]]:
-        """This rank's micro-batches of a collection, in the order of its updates.
+        """This rank's micro-batches of a collection, in the order in which updates use them.
 
-        Example with 2 ranks and micro-batches of 2: rank 0 has the samples 0 1, 4 5, 8 9, ..., as
-        Megatron's MegatronPretrainingSampler shares them out.
+        Example with 2 data-parallel ranks and micro-batches of 2: rank 0 has the samples 0 1, 4 5,
+        8 9, ..., as Megatron's MegatronPretrainingSampler shares them out.
         """
         from megatron.core import mpu
 

@@ -32,16 +32,17 @@ SEQUENCE_FIELDS = (*_FILL, "position_ids")
 
 
 class RolloutDataset(torch.utils.data.Dataset):
-    """Sample i is rollout (i - start) modulo the number of rollouts, in store order.
+    """The rollouts of a store as samples of a training.
 
-    With several epochs or a seed, the schedule says which rollout sample i is. A training input is
-    tokens[:-1]: its N - 1 tokens are exactly those that have rows in the store.
+    With one epoch and no seed, sample i is rollout (i - `use.start`) modulo the number of rollouts,
+    in store order. With several epochs or a seed, `use.schedule` says which rollout sample i is. A
+    training input is tokens[:-1]: its N - 1 tokens are exactly those that have rows in the store.
 
     Args:
-        store: the rollouts; none longer than `seq_length + 1` tokens.
-        use: what the training does with them.
-        num_samples: how many samples training will draw; after the last rollout the first one
-            comes again.
+        store: the rollouts; none has more than `seq_length + 1` tokens.
+        use: what the training does with the rollouts.
+        num_samples: how many samples training will draw; the dataset has at least one for each
+            rollout.
     """
 
     def __init__(
@@ -62,29 +63,29 @@ class RolloutDataset(torch.utils.data.Dataset):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """The fields of a sample. Position t predicts token t + 1.
 
-        Of length S, int64:
+        Of length `seq_length`, int64:
         - `tokens`, `labels` (tokens t and t + 1), `position_ids`, `rows`
         - `document`: the number of the rollout in the sample
         - `source`: whose routes token t takes, an index of `SOURCES`
-        - `turn`: to which turn token t + 1 belongs, from 0 on, -1 where nobody sampled it
-        - `version`: which policy version sampled token t + 1, -1 where nobody sampled it
+        - `turn`: to which turn token t + 1 belongs, from 0 on; -1 if it was not sampled
+        - `version`: which policy version sampled token t + 1; -1 if it was not sampled
 
-        Of length S, float32, about token t + 1:
+        Of length `seq_length`, float32, about token t + 1:
         - `loss_mask`, `sampled_logprobs`, `advantages`
 
-        Of length M:
+        With one entry for each rollout of the sample:
         - `reward`, and `uniform`: whether all rewards of the rollout's group are equal
 
         A scalar:
         - `collection`: the number of the collection that the sample belongs to
 
-        Example: prompt [5, 6], response [7, 8], S = 4: tokens [5, 6, 7, 0], labels [6, 7, 8, 0],
-        loss_mask [0, 1, 1, 0], rows [0, 1, 2, -1].
+        Example: prompt [5, 6], response [7, 8], `seq_length` 4: tokens [5, 6, 7, 0], labels
+        [6, 7, 8, 0], loss_mask [0, 1, 1, 0], rows [0, 1, 2, -1].
         """
         return self.of_store(self.use.schedule.in_store(index - self.use.start))
 
     def of_store(self, sample: int) -> dict[str, Tensor]:
-        """The fields of a sample of the store; after the last one the first one comes again."""
+        """The fields of a sample of the store; after the last sample the first one comes again."""
         return self._sample([sample % len(self.store)], [self.use.seq_length], sample)
 
     def rollouts_of(self, samples: range) -> list[int]:
@@ -119,7 +120,12 @@ class RolloutDataset(torch.utils.data.Dataset):
         return ADVANTAGES[self.use.advantages](self.reward, groups)
 
     def _sample(self, rollouts: list[int], lengths: list[int], sample: int) -> dict[str, Tensor]:
-        """The fields of one sample: these rollouts one after the other, padded to `lengths`."""
+        """The fields of one sample: these rollouts one after the other, padded to `lengths`.
+
+        Args:
+            lengths: of each rollout with its padding; a last length may be of padding alone.
+            sample: the number of the sample in the store.
+        """
         documents = [self._document(rollout, sample) for rollout in rollouts]
         fields: dict[str, Tensor] = {}
         for name, fill in _FILL.items():
@@ -183,8 +189,8 @@ class RolloutDataset(torch.utils.data.Dataset):
 class FollowedRollouts(RolloutDataset):
     """The samples of a store that grows: methods wait until the rollouts that they need are there.
 
-    A group must lie in one shard. If the second half of a group came with the next shard, the
-    advantages of the first half would have been normalised without the second.
+    A group must lie in one shard: advantages are computed from the rewards of a whole group, and
+    the first rollouts of a group may be used before the next shard comes.
 
     Args:
         num_samples: how many samples training will draw.
@@ -201,22 +207,24 @@ class FollowedRollouts(RolloutDataset):
         self._take_new()
 
     def of_store(self, sample: int) -> dict[str, Tensor]:
-        """The fields of a sample of the store, after a wait for the rollouts that decide them.
+        """The fields of a sample of the store, after a wait for its rollout.
+
+        With `replay_max_lag` the wait is for the whole collection.
 
         Raises:
             StoreError: a rollout does not come in time, or a new shard cannot be used.
         """
-        # Which routes are too old depends on the newest policy of the collection. So wait for the
-        # whole collection: ranks that see different numbers of shards would disagree.
+        # Which routes are too old depends on the newest policy of the collection. With a part of
+        # the collection, ranks that see different numbers of shards would disagree.
         last = sample if self.use.replay_max_lag is None else self._end_of_collection(sample) - 1
         self.store.wait_for(last)
         self._take_new()
         return self._sample([sample], [self.use.seq_length], sample)
 
     def rollouts_of(self, samples: range) -> list[int]:
-        """The indices of these samples' rollouts, which are the samples' numbers; after a wait.
+        """The indices of these samples' rollouts, which are the samples' numbers, after a wait.
 
-        It waits because this rank may not have seen the shard of a rollout that another rank uses.
+        The wait is for rollouts that other ranks use, whose shards this rank may not have seen yet.
 
         Raises:
             StoreError: a rollout does not come in time, or a new shard cannot be used.
@@ -257,14 +265,15 @@ class FollowedRollouts(RolloutDataset):
 
 
 class PackedRollouts(RolloutDataset):
-    """Sample i is pack (i - start) modulo the number of packs.
+    """Packs of rollouts as samples, numbered as the rollouts of a RolloutDataset are.
 
-    A pack is the next rollouts in store order, as many as fit into S. Each of them is padded on the
-    right to a multiple of `align`; a last document of padding alone fills the pack.
+    A pack is the next rollouts in store order, as many as fit into `seq_length`. Each rollout is
+    padded on the right to a multiple of `align`. If that leaves room, a last document of padding
+    alone fills the pack.
 
     Args:
         align: 2 * CP, the number of pieces into which context parallelism cuts a document; 1
-            without context parallelism. S must be a multiple of `align`.
+            without context parallelism. `seq_length` must be a multiple of `align`.
     """
 
     def __init__(
@@ -290,9 +299,10 @@ class PackedRollouts(RolloutDataset):
         self.num_samples = max(num_samples or 0, start + len(self.packs))
 
     def of_store(self, sample: int) -> dict[str, Tensor]:
-        """A RolloutDataset's fields and cu_seqlens, int32 `[D + 1]`: where documents begin and end.
+        """The fields of a RolloutDataset, and `cu_seqlens`: where the documents begin and end.
 
-        Example with S = 64 and rollouts of 16 and 24 tokens: cu_seqlens is [0, 16, 40, 64], and the
+        `cu_seqlens` is int32, with one entry more than there are documents. Example with
+        `seq_length` 64 and inputs of 16 and 24 tokens: `cu_seqlens` is [0, 16, 40, 64], and the
         third document is padding alone.
         """
         rollouts = self.packs[sample % len(self.packs)]
@@ -309,7 +319,7 @@ class PackedRollouts(RolloutDataset):
         return len(self.packs)
 
     def rollouts_of(self, samples: range) -> list[int]:
-        """The rollouts of some packs."""
+        """The indices in the store of the rollouts in these packs."""
         return [rollout for i in samples for rollout in self.packs[i % len(self.packs)]]
 
     def _end_of_collection(self, sample: int) -> int:

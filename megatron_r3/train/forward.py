@@ -28,10 +28,12 @@ def run_forward(
     host: dict[str, Tensor],
     microbatch: MicrobatchRoutes | None,
 ) -> Any:
-    """Run a forward pass with the routes of a micro-batch; end training for a ReplayError.
+    """Run a forward pass with the routes of a micro-batch; a ReplayError ends the training.
 
     Args:
+        forward: the model, or a function that is called as the model is.
         batch, host: the batch on the device, and on the host.
+        microbatch: the routes; None for a live pass.
     """
     try:
         with replaying(microbatch):
@@ -56,14 +58,14 @@ def forward_only(
     seq_length: int,
     micro_batch_size: int,
 ) -> None:
-    """Run micro-batches through this rank's model chunks by Megatron's own schedule.
+    """Run micro-batches through this rank's model chunks by Megatron's schedule, without gradients.
 
-    All ranks call this function together, outside of a step. Afterwards the models are in training
-    mode again.
+    All ranks call this function together, outside of a step. The models are in evaluation mode
+    meanwhile, and in training mode afterwards.
 
     Args:
-        forward_step: as scripts hand it to `pretrain()`, but the function that it returns is called
-            with the output and `non_loss_data`.
+        forward_step: as scripts hand it to `pretrain()`, except that Megatron calls the returned
+            function with the output and `non_loss_data=True`.
         batches: makes an iterator over the micro-batches; called once for each model chunk.
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func

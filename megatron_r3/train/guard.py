@@ -44,10 +44,13 @@ class _Loss:
 
 
 def _wrong_places(losses: list[_Loss]) -> tuple[Tensor, Tensor]:
-    """Of each micro-batch the first value that is not finite: its place, and the value.
+    """For each micro-batch the index in `values_V` of the first value that is not finite.
 
-    Both are float64 `[J]`. A place is an index of `values_V`; -1 says that all values are finite.
     The micro-batches of a step have one shape, so they are checked together, without a wait.
+
+    Returns:
+        The indices, float64 `[J]`, -1 where all values are finite; and the values at these indices,
+        float64 `[J]`.
     """
     values_JV = torch.stack([loss.values_V for loss in losses])
     wrong_JV = ~values_JV.isfinite()
@@ -60,9 +63,9 @@ class StepGuard:
     """Keeps what a step did on this rank, without a wait, and checks all of it before the update.
 
     Args:
-        store: the rollouts, which an error names.
+        store: the rollouts, for errors that name a rollout.
         scaled: whether the loss is scaled (fp16). Megatron then skips a step whose gradients are
-            infinite, so the guard does not look at gradients.
+            not finite, so the guard does not look at gradients.
     """
 
     def __init__(self, store: RolloutStore, scaled: bool) -> None:
@@ -88,7 +91,7 @@ class StepGuard:
         Args:
             host: the batch on the host, with `rows` and `loss_mask`.
             losses_BS: minus the trainer's log-probs, before they are bounded.
-            mask_BS: 1 on response tokens, else 0; on the device, as the two losses.
+            mask_BS: 1 on response tokens, else 0; on the device, as `losses_BS` and `loss` are.
             loss: the policy loss, a scalar.
         """
         with torch.no_grad():
@@ -135,7 +138,7 @@ class StepGuard:
             refuse(f"{message}. Iteration {iteration} changed no weight", heaviest == own)
 
     def _largest_gradient(self, models: list[Any], device: Any) -> Tensor:
-        """The largest absolute gradient of this rank; NaN if any is not finite, 0 if scaled."""
+        """The largest absolute gradient on this rank; NaN if any is not finite, 0 if `scaled`."""
         largest = [
             torch.linalg.vector_norm(gradient, ord=float("inf")).float()
             for model in models
@@ -156,10 +159,12 @@ class StepGuard:
         models: list[Any],
         rows: list[Tensor],
     ) -> str:
-        """What this rank found, for the user: the layers, the rollout and token, or the parameter.
+        """What is wrong on this rank, as text for the user that names layers, token or parameter.
 
         Args:
-            places, values: of each micro-batch, as `_wrong_places` returns them.
+            untaken: the layers whose routes no router took.
+            places, values: what `_wrong_places` returned.
+            rows: the row ids of the step's micro-batches.
         """
         if untaken:
             return (
@@ -188,7 +193,7 @@ class StepGuard:
         )
 
     def _rollouts(self, rows: list[Tensor]) -> str:
-        """The first and the last rollout that this rank used in the step."""
+        """The names of the first and the last rollout that this rank used in the step."""
         used = torch.cat([rows_BS.reshape(-1) for rows_BS in rows]) if rows else torch.zeros(0)
         used = used[used >= 0]  # -1 is padding
         if not len(used):
@@ -198,11 +203,12 @@ class StepGuard:
 
 
 def _weight(untaken: bool, places_J: Tensor, gradient: Tensor, rank: int, size: int) -> Tensor:
-    """How grave this rank's fault is; 0 for none. The rank with the largest number reports.
+    """A number for this rank's fault, 0 without a fault; the rank with the largest number reports.
 
-    Untaken routes count most, then a loss, then a gradient, which a wrong loss spoils too. Of ranks
-    with the same kind of fault the lowest one reports. Example with 4 ranks: rank 1 has a wrong
-    gradient (4 - 1 = 3), and rank 2, which reports, has a wrong loss (8 - 2 = 6).
+    Untaken routes have the largest numbers, then come losses, then gradients, because a loss that
+    is not finite makes gradients so too. Of ranks with the same kind of fault the lowest rank
+    reports. Example with 4 ranks: rank 1 has a wrong gradient (4 - 1 = 3) and rank 2 a wrong loss
+    (2 * 4 - 2 = 6), so rank 2 reports.
     """
     weight = torch.where(torch.isfinite(gradient), 0, size - rank)
     weight = torch.where((places_J >= 0).any(), 2 * size - rank, weight)
@@ -214,10 +220,10 @@ def _untaken(layers: list[int], used: Counter[int]) -> list[int]:
 
 
 def _gradient_buffers(model: Any) -> list[Tensor]:
-    """The flat gradients of Megatron's DistributedDataParallel, else those of the parameters."""
+    """The flat gradient buffers of DistributedDataParallel, else the gradient of each parameter."""
     flat: list[Any] = []
     for name in ("buffers", "expert_parallel_buffers"):
-        # DistributedDataParallel has a list; torch's own Module has a method of the name `buffers`
+        # `buffers` is a list in DistributedDataParallel, and a method in other torch modules
         held = getattr(model, name, None)
         flat += held if isinstance(held, list) else []
     if flat:

@@ -39,13 +39,13 @@ def initialize(extra_args: AddArguments | None = None) -> Any:
 
 
 def build_model(args: Any) -> torch.nn.Module:
-    """This rank's one model chunk, as `build_models` makes it; no virtual pipeline stages."""
+    """This rank's model chunk, as `build_models` makes it; without virtual pipeline stages only."""
     (model,) = build_models(args)
     return model
 
 
 def build_models(args: Any) -> list[torch.nn.Module]:
-    """This rank's model chunks, in Megatron's wrapper if the arguments ask for 16 bits.
+    """This rank's model chunks, not in DistributedDataParallel; in Float16Module for fp16 or bf16.
 
     Args:
         args: what `initialize` returned.
@@ -68,8 +68,8 @@ def build_models(args: Any) -> list[torch.nn.Module]:
 def built_from(args: Any) -> set[str]:
     """The names of the arguments that Megatron reads to configure a model.
 
-    With the same values of these arguments, Megatron builds the same model. The reads are watched,
-    so arguments that a newer release adds are among them without a list.
+    With the same values of these arguments, Megatron builds the same model. The function watches
+    which arguments Megatron reads, so no list of names must be kept for new releases.
 
     Args:
         args: what `initialize` returned.
@@ -99,7 +99,7 @@ def train(
 
     Args:
         datasets, forward_step: what the script would hand to `pretrain()`.
-        on_models: called as `watch_models` says; None for nothing.
+        on_models: see `watch_models`; None for nothing.
     """
     from megatron.core.enums import ModelType
     from megatron.training import arguments, training
@@ -116,7 +116,7 @@ def train(
         args = arguments.parse_and_validate_args()
         config = _builder_config(args)
         script["cfg_container"] = pretrain_cfg_container_from_args(args, config)
-    # Required up to 0.18; and by main of June 2026, though it takes the config that builds models.
+    # Up to 0.18 `model_provider` is required, and also on main of June 2026, beside cfg_container.
     provider = inspect.signature(training.pretrain).parameters["model_provider"]
     if provider.default is inspect.Parameter.empty:
         script["model_provider"] = _model_provider
@@ -132,9 +132,9 @@ def watch_models(on_models: OnModels) -> None:
     """
     from megatron.training import training
 
-    # `pretrain()` has no hook for this, but finds `setup_model_and_optimizer` in its module, where
-    # it can be replaced. Two watchers may wait at once: the second wraps the first. Each of them,
-    # once called, puts back what it replaced, so Megatron's function is back before it runs.
+    # `pretrain()` has no hook for this, so `setup_model_and_optimizer` is replaced in its module.
+    # If two watchers wait, the second wraps the first. Each watcher, once called, puts back what it
+    # replaced, and calls that: Megatron's own function is back before it runs.
     setup = training.setup_model_and_optimizer
 
     def watched(*args: Any, **kwargs: Any) -> Any:

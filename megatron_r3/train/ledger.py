@@ -1,14 +1,17 @@
 """Which rollouts a training has used: what its checkpoint remembers, and what a resume compares.
 
-The entries are plain dicts, lists and texts, so a Megatron without megatron_r3 loads a checkpoint
-that holds them (`progress.py` puts them there). The last entry is the store that is trained on now:
+Each store that a training has used is an entry in the checkpoint (`progress.py` puts it there).
+Entries are plain dicts, lists, texts and numbers, so a Megatron without megatron_r3 loads the
+checkpoint. The last entry is the store that is trained on now. A shard has its name, its identity
+and its number of rollouts:
 
     [{"directories": ["/data/rollouts/0"], "start": 0, "order": "single", "policies": ["5f0c..."],
       "shards": [["shard-00000.safetensors", "9b1e...", 128], ...], "old_pass": "1f..."},
      {"directories": ["/data/rollouts/1"], "start": 128, ...}]
 
-An entry has the `reference` policy of the KL term too. `start` is how many samples the training had
-consumed when it began with that store; `Schedule` counts from there.
+`start` is how many samples the training had consumed when it began with that store; `Schedule`
+counts from there. `policies` are the `policy_name`s of the shards, and `old_pass` is the number of
+the last pass of the old policy. An entry also has the `reference` policy of the KL term.
 """
 
 from __future__ import annotations
@@ -33,8 +36,8 @@ class Ledger:
     """This process's copy of what a training has used so far.
 
     Attributes:
-        start: the sample of the training that is the first one of the store.
-        entries: what a checkpoint remembers.
+        start: how many samples the training had consumed when it began with this store.
+        entries: what the next checkpoint remembers.
         old_pass: the number of the last pass of the old policy; empty before the first one.
     """
 
@@ -104,31 +107,31 @@ class Ledger:
         self.progress.remember(self.entries)
 
     def note_pass(self, number: str) -> None:
-        """Note for the next checkpoint the old policy's pass from which the coming updates start.
+        """Note for the next checkpoint which pass of the old policy the coming updates use.
 
         Args:
-            number: of the pass.
+            number: the text that names the pass (`OldPass.begin`).
         """
         self.old_pass = self.entries[-1]["old_pass"] = number
         self.progress.remember(self.entries)
 
     def consumed(self) -> int:
-        """How many samples the training has drawn since it began with this store."""
+        """How many samples the training has consumed since it began with this store."""
         return max(0, self.progress.consumed_samples - self.start)
 
     def used(self, more: int = 0) -> int:
-        """How many samples of this store the training has used.
+        """How many different samples of this store the training has used.
 
         Args:
-            more: how many samples the training draws now, beyond those of finished iterations.
+            more: how many samples the training consumes now, beyond those of finished iterations.
         """
         return self.options.use.schedule.used(self.consumed() + more)
 
     def _continues(self, last: dict[str, Any]) -> bool:
-        """Whether this is the store that was used last, even if shards of it are lost or changed.
+        """Whether this store is the one of the entry `last`, even if shards are lost or changed.
 
-        A store is the same if a directory has the same path or, after a move, a shard has the same
-        content.
+        A store is the same if one of its directories has the same path or, after a move, one of its
+        shards has the same content.
         """
         paths = {*self.store.index.resolved}
         identities = {identity for _, identity, _ in last["shards"]}

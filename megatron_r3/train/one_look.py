@@ -1,7 +1,7 @@
-"""The first rank looks at a store and tells all; then all ranks read every byte, each its share.
+"""The first rank looks at a store and tells all ranks; then each rank checks a share of the bytes.
 
 All ranks call `told_by_first` and `shared_out` together, once the process group exists. If a rank
-finds a mistake in the store, all ranks end, and one of them reports the mistake.
+finds a mistake in the store, all ranks end, and the first rank reports the mistake.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def told_by_first(look: Callable[[], Any]) -> Any:
         look: looks at a store; its result can be pickled.
 
     Raises:
-        ValueError: `look` raised it, in a process that trains alone.
+        ValueError: `look` raised it and there is one rank; with several ranks, all of them end.
     """
     if torch.distributed.get_world_size() == 1:
         return look()
@@ -44,11 +44,12 @@ def told_by_first(look: Callable[[], Any]) -> Any:
 
 
 class Place(NamedTuple):
-    """Where a rank stands among the ranks that share the reading of a store.
+    """The place of a rank among the ranks that share the reading of a store.
 
     Attributes:
-        data, data_size: its data-parallel rank, and the number of these.
-        peer, peers: its number among the ranks with the same data-parallel rank, and their number.
+        data, data_size: the data-parallel rank, and how many data-parallel ranks there are.
+        peer, peers: the rank's number among the ranks with the same data-parallel rank, and how
+            many of these there are.
         micro_batch: samples of a micro-batch.
     """
 
@@ -59,20 +60,24 @@ class Place(NamedTuple):
     micro_batch: int
 
     def shards(self, first_rollout: np.ndarray) -> list[int]:
-        """The shards that this rank reads for all; each shard is read by one rank.
+        """The numbers of the shards that this rank checks; each shard is checked by one rank.
 
-        A shard is read by a rank that will also train on it, so that no rank opens more files than
-        it needs anyway. In store order, rollout j is used by the data-parallel rank
-        j // micro_batch modulo data_size. One rollout of a shard decides who reads the shard: the
-        first one for the first `peers` shards, the second one for the next `peers`, and so on, so
-        as to use all ranks.
+        A shard is checked by a rank that will also train on it, so that no rank opens more files
+        than it needs anyway. In store order, rollout j is used by the data-parallel rank
+        j // micro_batch modulo data_size. One rollout of a shard decides which data-parallel rank
+        checks the shard: its first rollout for the first `peers` shards, its second rollout for
+        the next `peers` shards, and so on. In this way all ranks get shards.
 
-        Example: 4 data-parallel ranks of 2 peers, micro-batches of 1, 3 rollouts a shard. For
-        shards 0 and 1 the first rollouts decide, 0 and 3, for shards 2 and 3 the second ones, 7 and
-        10. So the data-parallel ranks 0, 3, 3 and 2 read them, by their peers 0, 1, 0 and 1.
+        Example: 4 data-parallel ranks of 2 peers, micro-batches of 1, 3 rollouts a shard.
+
+            shard                 0  1  2  3
+            rollout that decides  0  3  7  10
+            data-parallel rank    0  3  3  2
+            peer                  0  1  0  1
 
         Args:
-            first_rollout: `[shards + 1]`, the first rollout of each shard, and how many there are.
+            first_rollout: int `[shards + 1]`, the number of each shard's first rollout, and last
+                the number of all rollouts.
         """
         shard = np.arange(len(first_rollout) - 1)
         rollout = first_rollout[:-1] + shard // self.peers % np.diff(first_rollout)
@@ -81,7 +86,7 @@ class Place(NamedTuple):
 
 
 def place_of_this_rank(micro_batch: int) -> Place:
-    """Where this rank stands in Megatron's groups, which exist by now."""
+    """The place of this rank, by Megatron's process groups, which must exist."""
     from megatron.core import mpu
 
     data, size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
@@ -96,7 +101,7 @@ def place_of_this_rank(micro_batch: int) -> Place:
 
 
 def shared_out(store: RolloutStore, place: Place, check: Callable[[Shard], None]) -> None:
-    """Check every byte of the store, each shard on one rank.
+    """Check every shard of the store on one rank each; all ranks end if a shard is wrong.
 
     Args:
         place: of this rank.
@@ -118,5 +123,5 @@ def shared_out(store: RolloutStore, place: Place, check: Callable[[Shard], None]
 
 
 def refuse_together(message: str) -> NoReturn:
-    """End all ranks for a mistake that all of them know; the first rank reports it."""
+    """End all ranks; the first rank reports `message`. Each rank must call this function."""
     refuse(message, speaks=torch.distributed.get_rank() == 0, repeats=False)
