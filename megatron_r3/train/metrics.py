@@ -1,7 +1,8 @@
 """Report what a step measured (router mismatch, update, load) with Megatron's own writers.
 
-`training_log` asks for a report in every iteration. The counts stay on the device until the report
-sums them over all ranks, so a share is exact in every layout. docs/metrics.md has the formulas.
+Megatron's `training_log` asks for a report in every iteration. The counts stay on the device until
+then. The report sums counts over all ranks before it divides, so shares are exact in every layout.
+docs/metrics.md has the formulas.
 
 Shape suffixes (docs/glossary.md): J, T, Y.
 """
@@ -35,14 +36,14 @@ class StepMetrics:
     Args:
         num_layers: decoder layers of the whole model.
         log_file: the file to which rank 0 appends a JSON line in each step; None for none.
-        prefix: of the names that are logged.
+        prefix: stands before each name that is logged.
 
     Attributes:
         update: what the policy update did.
         measures_update: whether `update` is reported for this step; the same on all ranks.
-        begins_collection: whether this is the first step on its collection. Only then are alarms
-            raised: in later steps the trainer has moved away from the rollouts, which would look
-            like wrong rows.
+        begins_collection: whether this is the first step on its collection. Alarms are raised in
+            first steps alone: in later steps the trainer has moved away from the rollouts, which
+            would look like routes of wrong tokens.
     """
 
     def __init__(self, num_layers: int, log_file: str | None = None, prefix: str = "") -> None:
@@ -50,7 +51,7 @@ class StepMetrics:
         self.update = UpdateMetrics()
         self.measures_update = False
         self.begins_collection = True
-        # by number of the model chunk
+        # by the number of the model chunk
         self.microbatches: dict[int, list[tuple[MicrobatchRoutes, Places]]] = {}
         self.dispatched = [0, 0]
         self.alarms = StepAlarms()
@@ -90,8 +91,8 @@ class StepMetrics:
                 line["update/seconds"] = time.monotonic() - self._started
             append_line(Path(self.log_file), line)
         self._started = 0.0
-        # Values of single layers and of the update would make the line too long. Their names have
-        # a slash (`router mismatch/layer 1`). `expert load max/mean` has one too, but stays.
+        # Values of single layers and of the update would make the line too long: names with a slash
+        # (`router mismatch/layer 1`) are left out, except for `expert load max/mean`.
         return "".join(
             f" {name}: {value:.4f} |"
             for name, value in scalars.items()
@@ -104,10 +105,10 @@ class StepMetrics:
         self.dispatched[1] += total
 
     def scalars(self) -> dict[str, float]:
-        """Return the values of this step by name, and forget the step.
+        """Return the values of this step by name, and forget the step; empty if none was measured.
 
-        Empty where nothing was measured. All ranks call this function together, since it sums over
-        the ranks: every rank measures in the same iterations, also a rank without MoE layers.
+        All ranks call this function together, since it sums over the ranks. So all ranks must
+        measure in the same iterations, also a rank without MoE layers.
         """
         from megatron.core import mpu
 
@@ -115,7 +116,7 @@ class StepMetrics:
         if self.measures_update:
             device = torch.device("cuda", torch.cuda.current_device())
             values = self.update.values(device)
-            if "tokens" in values:  # every rank of a tensor-parallel group counted the same ones
+            if "tokens" in values:  # every rank of a tensor-parallel group counted the same tokens
                 values["tokens"] /= mpu.get_tensor_model_parallel_world_size()
             scalars = {f"update/{name}": value for name, value in values.items()}
         self.measures_update = False
@@ -135,18 +136,19 @@ class StepMetrics:
         return scalars
 
     def _expert_load(self) -> dict[str, float]:
-        """The load of the busiest rank divided by the mean load, from the dispatch plans.
+        """The load of the busiest rank divided by the mean load, of each layer and of all layers.
 
-        A plan has the load of its own rank alone. So the ranks that share experts find the largest
-        load of each layer and micro-batch, and each rank counts that load and its own. Example:
-        ranks with the loads 6 and 2 count 6 each. The sums over both ranks are 12 and 8, so the
-        busiest rank has 1.5 times the mean.
+        With guests a second value says what the first would be without guests. Loads come from the
+        dispatch plans, and a rank's plan has that rank's load alone. So for each layer and
+        micro-batch the ranks that share experts find their largest load. Then two sums are made
+        over all ranks: of the largest loads, and of the ranks' own loads. Example: two ranks have
+        the loads 6 and 2. The sums are 6 + 6 = 12 and 6 + 2 = 8, and the value is 12 / 8 = 1.5.
         """
         from megatron.core import mpu
 
         microbatches = [one for chunk in self.microbatches.values() for one, _ in chunk]
-        # this rank's load, and its load without guests, in each micro-batch and layer; then how
-        # many plans of a layer have guest slots
+        # loads_JY2: this rank's load, and its load without guests, in each micro-batch and layer;
+        # slots_Y1: how many of a layer's plans have guest slots
         loads_JY2 = torch.zeros(len(microbatches), self.num_layers, 2, dtype=torch.float64)
         slots_Y1 = torch.zeros(self.num_layers, 1, dtype=torch.float64)
         group = mpu.get_expert_model_parallel_group()
@@ -171,10 +173,10 @@ class StepMetrics:
         return found
 
     def _tokens(self) -> dict[str, float]:
-        """The share of tokens that differ in any layer of any pipeline stage.
+        """The share of tokens that differ in any layer of any pipeline stage: "token mismatch".
 
-        A token's layers lie on several stages. So the stages first agree on which tokens differ
-        (the maximum over the stages of 0 or 1), and only then are tokens counted.
+        A token passes layers of several stages. So the stages first find out together which tokens
+        differ (the maximum over the stages of 0 or 1), and then count these tokens.
         """
         from megatron.core import mpu
 

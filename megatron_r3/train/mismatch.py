@@ -1,7 +1,7 @@
-"""Where the live router would have chosen otherwise: by layer, position, turn and policy version.
+"""How often live routers would choose other experts: by layer, position, turn and policy version.
 
-The counts stay on the device until the report, are then summed over all ranks in one go, and are
-read with one wait. So every share is exact in every layout.
+The counts stay on the device until the report, and are read with one wait. They are summed over all
+ranks before shares are computed, so every share is exact in every layout.
 
 Shape suffixes (docs/glossary.md): T, V, Y.
 """
@@ -32,18 +32,18 @@ if TYPE_CHECKING:
     from megatron_r3.replay.microbatch import MicrobatchRoutes
     from megatron_r3.replay.tally import Tally
 
-MOST_LAGS = 5  # versions behind the newest of the step: 0, 1, 2, 3, and 4 or more together
+MOST_LAGS = 5  # bins of lags (versions behind the newest of the step): 0, 1, 2, 3, and 4 or more
 _PLACES = MOST_POSITIONS + MOST_TURNS + MOST_LAGS
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where each token of a micro-batch stands, on the host, in the order of the router.
+    """By what the tokens of a micro-batch are told apart, on the host, in the order of the router.
 
     Attributes:
-        position_T: in its rollout.
-        turn_T: the turn of the next token, from 0 on; -1 where nobody sampled that token.
-        version_T: the policy version that sampled the next token; -1 where nobody did.
+        position_T: the token's position in its rollout.
+        turn_T: the turn of the next token, from 0 on; -1 if the next token was not sampled.
+        version_T: the policy version that sampled the next token; -1 if it was not sampled.
     """
 
     position_T: np.ndarray
@@ -63,8 +63,8 @@ Measured = Sequence[tuple["MicrobatchRoutes", Places]]
 def measure(measured: Measured, num_layers: int) -> Tables:
     """The mismatch of a step, the same on all ranks. All ranks call this function together.
 
-    A rank without sequence parallelism has the tokens of its tensor-parallel neighbours too. Each
-    of these ranks counts such a token, in numerator and denominator alike.
+    Without sequence parallelism all ranks of a tensor-parallel group count the same tokens, in
+    numerator and denominator alike, so the shares stay right.
 
     Args:
         measured: the micro-batches of this rank's model chunks.
@@ -84,7 +84,7 @@ def measure(measured: Measured, num_layers: int) -> Tables:
             counts_Y4[number - 1] += torch.cat([wrong, tokens])
         if tally.mismatches_T is not None:
             _add_places(places_V2, tally, places, newest)
-    # All ranks have the same newest version, so its sum is divided by their number below.
+    # All ranks add the same newest version, so `_tables` gets the sum divided by their number.
     flat = torch.cat([counts_Y4.flatten(), places_V2.flatten(), newest[None]])
     torch.distributed.all_reduce(flat)
     numbers = flat.cpu().numpy()
@@ -102,7 +102,11 @@ def _newest(measured: Measured, device: torch.device) -> Tensor:
 
 
 def _add_places(places_V2: Tensor, tally: Tally, places: Places, newest: Tensor) -> None:
-    """Add the (token, layer) pairs of a micro-batch: those that differ, and all of them."""
+    """Add to `places_V2` the (token, layer) pairs of a micro-batch: those that differ, and all.
+
+    The bins of positions come first, then those of turns and of lags. A token whose next token was
+    not sampled counts in its position alone.
+    """
     assert tally.mismatches_T is not None
     assert tally.watched_T is not None
     device = places_V2.device
@@ -127,10 +131,11 @@ def _tables(counts_Y4: np.ndarray, places_V2: np.ndarray, newest: int) -> Tables
     """The counts as shares.
 
     Args:
-        counts_Y4: of each layer: the response tokens that differ, all tokens that differ, the
-            response tokens, all tokens.
-        places_V2: of each bin of positions, turns and lags: the (token, layer) pairs that differ,
-            all pairs.
+        counts_Y4: for each layer how many response tokens differ, how many tokens differ, how many
+            response tokens there are, and how many tokens.
+        places_V2: for each bin of positions, turns and lags how many (token, layer) pairs differ,
+            and how many pairs there are.
+        newest: the newest policy version of the step.
     """
     num_moe = max(int((counts_Y4[:, 3] > 0).sum()), 1)
 
@@ -165,7 +170,7 @@ def _share(wrong_and_of: np.ndarray, layers: int) -> Share:
 
 
 def scalars_of(tables: Tables) -> dict[str, float]:
-    """The values to log; empty where nothing was compared, which is not a share of 0."""
+    """The values to log, by name. A share of which nothing was compared is left out, not 0."""
     if not tables.layers:
         return {}
     newest = max(tables.versions)
@@ -184,18 +189,20 @@ def scalars_of(tables: Tables) -> dict[str, float]:
 
 
 class StepAlarms:
-    """The alarms of a training's steps; each is reported once, in the step in which it begins.
+    """The alarms of a training's steps; an alarm that goes on is reported in its first step alone.
 
-    The trainer moves away from the rollouts while it learns from them, so shares grow without a
-    fault. Only first steps on a collection are looked at. There an alarm means that most rows
-    differ, or that some rows differ far more than others.
+    `StepMetrics` gives only the first step on each collection: while the trainer learns from the
+    rollouts it moves away from them, so shares grow without a fault.
     """
 
     def __init__(self) -> None:
         self._before: set[str] = set()
 
     def look(self, tables: Tables) -> tuple[int, list[Alarm]]:
-        """How many alarms a step has, and those that the last call's step did not have."""
+        """How many alarms a step has, and the alarms that the step of the last call did not have.
+
+        An alarm means that most tokens differ, or that some differ far more than others.
+        """
         if not tables.layers:
             return 0, []
         alarms = table_alarms(tables, model="the trainer")

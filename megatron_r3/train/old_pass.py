@@ -1,4 +1,4 @@
-"""The pass of the old policy over a collection, before the first update on it.
+"""The pass of the old policy over a collection, before the first update on the collection.
 
 The pass is forward only. It uses the weights of that moment and the training's layout, and replays
 the rollouts' routes where the updates will. `OldPolicy` keeps the log-probs and routes that the
@@ -27,14 +27,14 @@ from megatron_r3.train.refuse import refuse
 
 
 class OldPass(CollectionPass):
-    """Runs the pass when a collection begins; reads its record when a training is resumed."""
+    """Runs the pass when a collection begins; reads a record when a training resumes inside one."""
 
     def __init__(self, options: RolloutOptions, store: RolloutStore, ledger: Ledger) -> None:
         super().__init__(options)
         self.store, self.ledger = store, ledger
 
     def begin(self, models: list[Any], forward_step: Callable[..., Any]) -> None:
-        """Get the old policy's record for the coming step: run the pass, or read its files.
+        """Get the old policy's record for the coming step, from a pass or from files.
 
         Args:
             models: this rank's model chunks.
@@ -89,14 +89,14 @@ class OldPass(CollectionPass):
         self.policy.read(folder, collection, wanted, layers, about, self.ledger.old_pass)
 
     def _routes(self) -> str:
-        """Whose routes the updates on the collection take, as a text that a resume compares."""
+        """Whose routes the updates on a collection take, as a text that a resume compares."""
         use = self.options.use
         if use.replay_max_lag is None or not self.options.replay:
             return use.source
         return f"{use.source}, {use.stale_source} beyond {use.replay_max_lag} versions"
 
     def _about(self, collection: int) -> dict[str, str]:
-        """The options and rollouts that a collection's record belongs to, to be compared."""
+        """The options and rollouts of a collection's record, as texts that a resume compares."""
         samples = self.options.use.schedule.of_collection(collection)
         assert self.data is not None
         rollouts = self.data.rollouts_of(range(samples.start, samples.stop))

@@ -1,4 +1,4 @@
-"""From rewards to advantages, by name.
+"""Advantages of rollouts, from their rewards: the functions for --rollouts-advantages.
 
 Shape suffixes (docs/glossary.md): M.
 """
@@ -32,7 +32,7 @@ def group_centred(reward_M: np.ndarray, group_M: np.ndarray) -> np.ndarray:
 def group_spread(reward_M: np.ndarray, group_M: np.ndarray) -> np.ndarray:
     """For each rollout the largest reward of its group minus the smallest, `[M]`.
 
-    Where it is 0 the group teaches nothing: all its advantages are 0.
+    A group with a spread of 0 teaches nothing: its advantages by the functions above are 0.
     """
     _, index_M = np.unique(group_M, return_inverse=True)
     most, least = np.full(len(index_M), -np.inf), np.full(len(index_M), np.inf)
@@ -50,7 +50,12 @@ ADVANTAGES: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
 def _centred(
     reward_M: np.ndarray, group_M: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Reward minus the mean of its group, float64; each rollout's group number; group sizes."""
+    """Rewards in relation to their groups.
+
+    Returns:
+        For each rollout its reward minus the mean of its group, float64; for each rollout the index
+        of its group, from 0 on; for each group the number of its rollouts.
+    """
     _, index_M = np.unique(group_M, return_inverse=True)
     count = np.bincount(index_M)
     reward_M = reward_M.astype(np.float64)

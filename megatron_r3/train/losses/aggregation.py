@@ -25,7 +25,7 @@ class Average:
         count: a scalar, no gradient: this rank's part of the divisor. Over the ranks of a
             context-parallel group the parts add up to the divisor of the micro-batch.
         divisor: returns the divisor of the micro-batch, a scalar, the same on all ranks of the
-            group. The function may sum over the ranks, so all of them must call it, or none.
+            group. It may sum over the ranks, so all ranks of the group must call it, or none.
     """
 
     sum: Tensor
@@ -48,10 +48,10 @@ def average(
     Args:
         losses_BS: with gradient.
         counted: the terms of the micro-batch, whose mask is 1 on the tokens that count, else 0.
-        fixed_length: tokens; read by fixed-length alone, which needs it.
+        fixed_length: a number of tokens; needed by fixed-length, not read otherwise.
 
     Raises:
-        ValueError: there is no such aggregation, or fixed-length has no length.
+        ValueError: the aggregation is unknown, or it is fixed-length and `fixed_length` is None.
     """
     mask_BS = counted.mask_BS
     if aggregation == "token-mean":

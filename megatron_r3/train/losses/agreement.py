@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_r3.train.losses.terms import LOG_RATIO_BOUND, bounded_log_ratio
 
-_EXTREME = 2.0  # the ratio above which, or below 1 / which, a token is extreme
+_EXTREME = 2.0  # a token is extreme if its ratio is above this number, or below 1 / this number
 
 
 def agreement_sums(logprobs: Tensor, sampled_logprobs: Tensor, mask: Tensor) -> dict[str, Tensor]:
@@ -19,8 +19,9 @@ def agreement_sums(logprobs: Tensor, sampled_logprobs: Tensor, mask: Tensor) -> 
         k3_kl: r - 1 - log r, the k3 estimator of KL(sampler || trainer).
         extreme: tokens with r > 2 or r < 1 / 2 (F(2) of arXiv 2510.11370).
         abs_dlogp: |log r|.
-        bounded_ratio: tokens whose log r is at the bound of the policy loss, or beyond it. The log
-            r of k3_kl is bounded as in that loss (`bounded_log_ratio`), so the sum is finite.
+        bounded_ratio: tokens with |log r| of at least LOG_RATIO_BOUND.
+
+    k3_kl is computed from the bounded log r (`bounded_log_ratio`), so its sum is finite.
 
     Args:
         logprobs: the trainer's, float32.

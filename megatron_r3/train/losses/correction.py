@@ -1,8 +1,9 @@
-"""Corrections for the difference between the old policy and the sampler, by name.
+"""Corrections for the difference between the old policy and the sampler.
 
-A correction gives each token a weight, which multiplies the clipped gain outside of the min. The
-weight is computed from w = old / mu, so all updates on a collection have the same weight, and the
-weight has no gradient.
+A correction gives each token a weight, by which the gain of the policy loss is multiplied after its
+clipping. The weight is computed from w = old / mu: a token's probability under the old policy
+divided by that under the sampler. The current policy is not in w, so a token's weight has no
+gradient, and is the same in all updates on a collection.
 
 Shape suffixes (docs/glossary.md): B, M, S.
 """
@@ -26,9 +27,9 @@ class CorrectionOptions:
 
     Attributes:
         name: none, tis, icepop or mask.
-        level: "token", where w is that of each token, or "sequence", where w is the product over
-            the rollout's response tokens.
-        low, high: the bounds of w. tis reads only the upper one.
+        level: "token": each token has its own w. "sequence": each token has the product of w over
+            the response tokens of its rollout.
+        low, high: the bounds of w. tis reads only `high`.
     """
 
     name: str = "none"
@@ -39,7 +40,7 @@ class CorrectionOptions:
 
 @dataclass(frozen=True)
 class Corrected:
-    """What a correction gives for each token; no gradients.
+    """What a correction returns for each token, without gradients.
 
     Attributes:
         weight_BS: what the gain is multiplied by.
@@ -55,7 +56,7 @@ def _none(terms: LossTerms, ratio_BS: Tensor, options: CorrectionOptions) -> Cor
 
 
 def tis(terms: LossTerms, ratio_BS: Tensor, options: CorrectionOptions) -> Corrected:
-    """min(w, C): truncated importance sampling.
+    """min(w, high): truncated importance sampling.
 
     Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025),
     https://fengyao.notion.site/off-policy-rl.
@@ -72,7 +73,7 @@ def icepop(terms: LossTerms, ratio_BS: Tensor, options: CorrectionOptions) -> Co
 
 
 def mask(terms: LossTerms, ratio_BS: Tensor, options: CorrectionOptions) -> Corrected:
-    """1 where low <= w <= high; any other token leaves the loss, and the average too.
+    """1 where low <= w <= high; other tokens count neither in the loss nor in the average.
 
     Masked importance sampling, as in slime, and as verl's "rejection sampling":
     https://richardli.xyz/rl-collapse.
@@ -90,10 +91,10 @@ CORRECTIONS: dict[str, Callable[[LossTerms, Tensor, CorrectionOptions], Correcte
 
 
 def correct(terms: LossTerms, options: CorrectionOptions) -> Corrected:
-    """The weights of one micro-batch.
+    """The weight and the mask of each token of one micro-batch.
 
     Raises:
-        ValueError: there is no such level.
+        ValueError: the level is unknown.
     """
     if options.level not in LEVELS:
         raise ValueError(f"correction level {options.level!r}: expected one of {', '.join(LEVELS)}")
@@ -108,5 +109,5 @@ def correct(terms: LossTerms, options: CorrectionOptions) -> Corrected:
 
 
 def _within(ratio_BS: Tensor, options: CorrectionOptions) -> Tensor:
-    # NaN counts as within the bounds: else a token whose log-prob is NaN would vanish unseen.
+    # NaN counts as within the bounds, so that a NaN log-prob stays in the loss and is noticed.
     return (~((ratio_BS < options.low) | (ratio_BS > options.high))).to(ratio_BS.dtype)

@@ -1,6 +1,6 @@
-"""The policy loss of one micro-batch, as a loss function of Megatron's schedules returns it.
+"""The policy loss of one micro-batch, as Megatron's schedules expect it from a loss function.
 
-No other module of this folder imports Megatron; this one needs the context-parallel group.
+This module imports Megatron, for the context-parallel group; no other module of this folder does.
 
 Shape suffixes (docs/glossary.md): B, S.
 """
@@ -33,7 +33,8 @@ class LossOptions:
         name: a name of `LOSSES`.
         clip: the bounds of the policy ratio.
         aggregation: a name of `AGGREGATIONS`.
-        fixed_length: tokens, by which the aggregation "fixed-length" divides; None for others.
+        fixed_length: the number of tokens by which the aggregation "fixed-length" divides; other
+            aggregations do not read it.
         correction: for the difference between the old policy and the sampler.
         penalty: a KL term and an entropy term.
     """
@@ -52,7 +53,8 @@ class Update:
 
     Attributes:
         agreement: of the trainer with the sampler, sums over response tokens (`agreement_sums`).
-        reference_kl_BS: of each token, no gradient; None without a reference.
+        reference_kl_BS: the KL of each token from the trainer to the reference, no gradient; None
+            without a reference.
     """
 
     terms: LossTerms
@@ -68,7 +70,7 @@ def update_of(terms: LossTerms, options: LossOptions) -> Update:
     terms = lower_advantages(terms, options.penalty)
     gain = gain_of(options.name, terms, options.clip)
     corrected = correct(terms, options.correction)
-    # Outside the mask a value may be anything: keep it, and its gradient, out of the sum.
+    # Outside the mask a loss may be anything, NaN too: keep it, and its gradient, out of the sum.
     counted_BS = corrected.mask_BS > 0
     losses_BS = -gain.value_BS * corrected.weight_BS + penalty(terms, options.penalty)
     losses_BS = torch.where(counted_BS, losses_BS, 0.0)
@@ -123,9 +125,10 @@ def policy_loss(
     """The policy loss of one micro-batch.
 
     Args:
-        rewards: of its rollouts.
-        per_token: --calculate-per-token-loss, with which Megatron divides the summed loss of a step
-            by its counts. Without it Megatron averages the averages of the micro-batches.
+        rewards: of the micro-batch's rollouts.
+        per_token: whether --calculate-per-token-loss is on. Megatron then divides the sum of a
+            step's losses by the sum of their divisors. Otherwise it averages the micro-batches'
+            quotients of loss and divisor.
 
     Returns:
         The summed loss, its divisor (int32), the sums to report (each with the number by which
@@ -138,7 +141,7 @@ def policy_loss(
         name.replace("_", " "): torch.stack([value, num_tokens])
         for name, value in update.agreement.items()
     }
-    # A correction may leave no token in a step: then the mean is reported as 0, not as NaN.
+    # A correction may leave no token in a step. The clamp has the mean reported as 0, not as NaN.
     report["policy loss"] = torch.stack([mean.sum.detach(), mean.count.clamp(min=1e-9)])
     report["reward"] = torch.stack([rewards.sum(), torch.ones_like(rewards).sum()])
     if per_token:

@@ -43,10 +43,11 @@ class PenaltyOptions:
 
 
 def reference_kl(terms: LossTerms, logprobs_BS: Tensor, estimator: str) -> Tensor:
-    """The KL of each token from a policy to the reference; 0 outside of responses.
+    """The KL of each token from a policy to the reference, `[B, S]`; 0 outside of responses.
 
     Args:
-        logprobs_BS: of the policy.
+        logprobs_BS: the log-probs of the policy.
+        estimator: a name of `KL_ESTIMATORS`.
     """
     assert terms.reference_logprobs_BS is not None, "there is no reference"
     log_ratio_BS = bounded_log_ratio(terms.reference_logprobs_BS, logprobs_BS, terms.mask_BS)
@@ -54,7 +55,7 @@ def reference_kl(terms: LossTerms, logprobs_BS: Tensor, estimator: str) -> Tenso
 
 
 def lower_advantages(terms: LossTerms, options: PenaltyOptions) -> LossTerms:
-    """The terms; their advantages are lowered where the KL goes into the advantages."""
+    """The terms, with advantages that are lowered by the KL if `kl_place` is "advantage"."""
     if options.kl is None or options.kl_place != "advantage":
         return terms
     kl_BS = reference_kl(terms, terms.old_logprobs_BS, options.kl_estimator)
@@ -62,7 +63,7 @@ def lower_advantages(terms: LossTerms, options: PenaltyOptions) -> LossTerms:
 
 
 def penalty(terms: LossTerms, options: PenaltyOptions) -> Tensor:
-    """What the loss of each token grows by, `[B, S]`; not used outside the mask."""
+    """The sum of the KL term and the entropy term of each token's loss, `[B, S]`."""
     added_BS = torch.zeros_like(terms.logprobs_BS)
     if options.kl and options.kl_place == "loss":
         kl_BS = reference_kl(terms, terms.logprobs_BS, options.kl_estimator)

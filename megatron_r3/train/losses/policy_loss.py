@@ -1,6 +1,7 @@
 """Policy losses by name: each is a function from the terms of a micro-batch to the gain of tokens.
 
-A loss of your own is one function more, in a module that `--rollouts-loss-module` names:
+To add a loss, write its function in a module of your own, and name the module with
+`--rollouts-loss-module`:
 
     from megatron_r3.train.losses.policy_loss import Gain, Clip, policy_loss_named
     from megatron_r3.train.losses.terms import LossTerms
@@ -49,8 +50,8 @@ class Gain:
         value_BS: what the update raises, with gradient; not used outside the mask.
         ratio_BS: the ratio that the loss compares with the clip range; for the metrics.
         clips: what the clip range bounds; for the metrics. "gain": min() chooses between the gain
-            of the ratio and that of the clipped ratio, as in PPO. "weight": the ratio itself is
-            clipped. None: nothing, or the loss does not say.
+            by the ratio and the gain by the clipped ratio, as in PPO. "weight": the ratio itself is
+            clipped. None: the clip range bounds nothing, or the loss does not say what.
     """
 
     value_BS: Tensor
@@ -97,7 +98,7 @@ def gain_of(name: str, terms: LossTerms, clip: Clip) -> Gain:
     except Exception as error:  # a user's loss may raise anything
         if loss.__module__ == __name__:
             raise  # one of ours: the traceback is needed
-        # The frames: `gain_of`, then the loss, which is to be named, then what the loss calls.
+        # Frame 0 is `gain_of`. Frame 1 is the loss, which the error names.
         frames = traceback.extract_tb(error.__traceback__)[1:2]
         line = "".join(f" in {frame.filename}, line {frame.lineno}" for frame in frames)
         raise LossError(f"{where}: {type(error).__name__}{line}: {error}") from error
@@ -134,9 +135,9 @@ def _wrong_gain(gain: object, terms: LossTerms) -> str:
 def grpo(terms: LossTerms, clip: Clip) -> Gain:
     """min(r A, clip(r, 1 - low, 1 + high) A) with r = pi / old of each token.
 
-    GRPO, arXiv 2402.03300, equation 3, without the KL term; it is PPO's objective (arXiv
-    1707.06347, equation 7). Two different bounds: "clip-higher" of DAPO, arXiv 2503.14476,
-    section 3.1. Dual clip: arXiv 1912.09729, equation 5.
+    GRPO, arXiv 2402.03300, equation 3, whose part without the KL term is PPO's objective (arXiv
+    1707.06347, equation 7). With a high above the low it is "clip-higher" of DAPO (arXiv
+    2503.14476, section 3.1). Dual clip is from arXiv 1912.09729, equation 5.
     """
     ratio_BS = terms.log_ratio_BS.exp()
     return Gain(_clipped(ratio_BS, terms.advantages_BS, clip), ratio_BS, "gain")
@@ -146,12 +147,13 @@ def grpo(terms: LossTerms, clip: Clip) -> Gain:
 def gspo(terms: LossTerms, clip: Clip) -> Gain:
     """min(s A, clip(s, 1 - low, 1 + high) A) with s = exp(mean of log r over the response).
 
-    GSPO, arXiv 2507.18071, equations 5 to 7. The ratio belongs to the whole response. It is written
-    for each token, as GSPO-token of section 4.3, because a response may lie on several ranks: each
-    token has the value of s and, through its own log-prob, its part of the gradient of s.
+    GSPO, arXiv 2507.18071, equations 5 to 7. The ratio s belongs to the whole response. The code
+    has a ratio for each token, as GSPO-token of section 4.3, because a response may lie on several
+    ranks: each token's ratio has the value of s, and a gradient by the token's own log-prob alone.
 
-    Example: a response of 2 tokens with log r = (0.1, 0.3) has s = exp(0.2) at both tokens. The
-    mean over both has the value s, and its gradient by each log-prob is s / 2, as that of s is.
+    Example: a response of 2 tokens with log r = (0.1, 0.3) has s = exp(0.2). The ratio of each
+    token has the value s. The mean of the two ratios has the value s too, and its gradient by each
+    log-prob is s / 2, which is also the gradient of s.
     """
     own_BS = terms.logprobs_BS - terms.logprobs_BS.detach()  # 0, with the gradient of the log-prob
     mean_BS = terms.sequence_mean(terms.log_ratio_BS)
@@ -164,9 +166,9 @@ def cispo(terms: LossTerms, clip: Clip) -> Gain:
     """sg(clip(r, 1 - low, 1 + high)) A log pi, where sg stops the gradient.
 
     CISPO of MiniMax-M1, arXiv 2506.13585, equations 4 and 5. A clipped token keeps its gradient.
-    The paper has only an upper bound of the weight (section 3.1): that is a low of 1, the default.
-    The gain's value is the clipped ratio times A, comparable with that of other losses: log pi is
-    only in the gradient.
+    The paper has only an upper bound of the weight (section 3.1), which is a low of 1 here; that is
+    the default of --rollouts-clip-eps for cispo. The value of the gain is the clipped ratio times
+    A, so that it compares with other losses; log pi is only in the gradient.
     """
     ratio_BS = terms.log_ratio_BS.exp()
     weight_BS = ratio_BS.detach().clamp(1.0 - clip.low, 1.0 + clip.high)
@@ -176,7 +178,7 @@ def cispo(terms: LossTerms, clip: Clip) -> Gain:
 
 
 def _clipped(ratio_BS: Tensor, advantages_BS: Tensor, clip: Clip) -> Tensor:
-    """min(r A, clip(r) A); with dual clip not below c A where A < 0."""
+    """min(r A, clip(r) A), and with dual clip at least c A where A < 0."""
     within_BS = ratio_BS.clamp(1.0 - clip.low, 1.0 + clip.high)
     gain_BS = torch.minimum(ratio_BS * advantages_BS, within_BS * advantages_BS)
     if clip.dual is None:
@@ -186,15 +188,17 @@ def _clipped(ratio_BS: Tensor, advantages_BS: Tensor, clip: Clip) -> Tensor:
 
 
 def clipped_sums(gain: Gain, terms: LossTerms, clip: Clip) -> dict[str, Tensor]:
-    """How many response tokens the clip range bounds, and of how many; scalars, no gradient.
+    """Count the response tokens that the clip range bounds; scalars, no gradient.
 
-    A ratio is low below 1 - low, and high above 1 + high. Where a loss clips the ratio itself, each
-    such token counts, and it still learns. Where a loss clips the gain, a low ratio counts with a
-    negative advantage and a high one with a positive advantage: only there does min() take the
-    clipped product, and the token learns nothing.
+    A ratio is too low below 1 - low, and too high above 1 + high. If a loss clips the ratio itself
+    (`clips` is "weight"), every token with a ratio that is too low or too high counts. If a loss
+    clips the gain, a ratio that is too low counts only with a negative advantage, and a ratio that
+    is too high only with a positive advantage: in these two cases min() takes the clipped product,
+    and the gain has no gradient.
 
     Returns:
-        `clip_low`, `clip_high` and `clippable`. Empty if the loss does not say what it clips.
+        `clip_low` and `clip_high`: how many tokens count because their ratio is too low or too
+        high. `clippable`: how many response tokens there are. Empty if `clips` is None.
     """
     if gain.clips is None:
         return {}

@@ -15,8 +15,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-# exp(20) is 5e8: ratios near it are of no use in training, and its products are far below the
-# largest float32
+# exp(20) is 5e8: no useful ratio is as large, and products with it stay far below the largest
+# float32
 LOG_RATIO_BOUND = 20.0
 
 
@@ -29,7 +29,7 @@ def bounded_log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> T
     Args:
         logprobs, old_logprobs, mask: of one shape; mask 1 on response tokens, else 0.
     """
-    # outside the mask there is no sampled log-prob: exp() must not see what is there
+    # outside the mask there are no log-probs to compare, and the difference may be anything
     log_ratio = torch.where(mask > 0, logprobs - old_logprobs, 0.0)
     return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
@@ -37,8 +37,8 @@ def bounded_log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> T
 class Sequences:
     """Which rollout of a micro-batch each token belongs to; sums over whole rollouts.
 
-    Context parallelism splits a rollout over the ranks of a group. A sum over a rollout is then
-    summed over these ranks too, so that each of them has the sum over the whole rollout.
+    Context parallelism splits a rollout over the ranks of a group. `sums` then adds up over these
+    ranks too, so that each rank has the sums over whole rollouts.
 
     Args:
         index_BS: int64, the number of each token's rollout inside the micro-batch, from 0 on; at
@@ -65,13 +65,14 @@ class Sequences:
 
 @dataclass(frozen=True)
 class LossTerms:
-    """What a loss and a correction see of one micro-batch; fields are `[B, S]` and float32.
+    """What a loss and a correction see of one micro-batch; tensors are `[B, S]` and float32.
 
     Attributes:
         logprobs_BS: the trainer's, with gradient.
         old_logprobs_BS: of the policy from which the update starts, without gradient.
         sampled_logprobs_BS: the sampler's.
-        advantages_BS: one value for all response tokens of a rollout, else 0.
+        advantages_BS: one value for all response tokens of a rollout, minus the KL term of the
+            token with `kl_place` "advantage"; 0 outside of responses.
         mask_BS: 1 on the response tokens that the loss counts, else 0.
         sequences: which rollout each token belongs to.
         reference_logprobs_BS: the reference's, without gradient; None without a KL term.
