@@ -28,9 +28,9 @@ from megatron_r3.train.dataset import SEQUENCE_FIELDS
 from megatron_r3.train.old_policy import OldPolicy
 from megatron_r3.train.schedule import SOURCES
 
-DEPTH = 2  # prepared micro-batches that wait to be used
+DEPTH = 2  # how many prepared micro-batches may wait to be used
 _ROLLOUT, _OLD_POLICY, _LIVE = (SOURCES.index(name) for name in SOURCES)
-END_S = 2.0  # how long the end of the process waits for a micro-batch that is being prepared
+END_S = 2.0  # how many seconds `Lookahead.end` waits for the micro-batch that is being prepared
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Prepared:
         rollouts: the indices in the store of the whole micro-batch's rollouts.
         routes: None where no layer replays or is compared.
         plan: None where the dispatchers have to learn their sizes on the device.
-        kept: what the sampler kept when it drew each label, in the order of the batch; None where
-            this rank's loss does not ask for it.
+        kept: the kept sets of the labels, in the order of the batch; None where this rank's loss
+            needs none.
     """
 
     batch: dict[str, Tensor]
@@ -60,10 +60,10 @@ class Preparer:
         store: the rollouts.
         layout: which tokens of a batch this rank holds.
         routes: reads and plans the chunk's routes; None where no layer replays or is compared.
-        old: the record of the old policy's routes, for tokens that take them. None if there is no
-            pass: with one update on a collection these tokens route live.
-        reads_kept: whether the chunk's loss needs what the sampler kept of the vocabulary.
-        replays: whether routers take routes; else they are live, and only compared.
+        old: the record of the old policy's routes, for tokens that take these routes. None if there
+            is no pass of the old policy: with one update on a collection these tokens route live.
+        reads_kept: whether the chunk's loss needs the kept sets.
+        replays: whether routers take routes; else routers are live, and only compared with routes.
     """
 
     def __init__(
@@ -109,7 +109,11 @@ class Preparer:
         return Prepared(batch, rollouts, None, None, kept)
 
     def read_routes(self, rows_BS: Tensor, mean_tokens: float) -> HostRoutes:
-        """The routes of these rows in this chunk's layers."""
+        """The routes of these rows in this chunk's layers.
+
+        Args:
+            mean_tokens: as of MicrobatchRoutes.
+        """
         assert self.routes is not None
         return self.routes.read(self.store, rows_BS, mean_tokens)
 
@@ -119,7 +123,8 @@ class Preparer:
         Args:
             source_T: indices of `SOURCES`.
             routes: changed in place.
-            collection: the one whose old routes are taken. None: the pass is recording them now.
+            collection: the collection whose old-policy routes are taken. None in the pass that
+                records these routes, whose tokens route live.
         """
         live_T = source_T != _ROLLOUT
         if collection is not None and self.old is not None and (source_T == _OLD_POLICY).any():
@@ -129,7 +134,7 @@ class Preparer:
         routes.live_T[live_T & ~routes.padding_T] = True
 
     def _take_old(self, routes: HostRoutes, here_T: np.ndarray) -> None:
-        """Replace the routes of some tokens, which their rollouts recorded, by the old policy's."""
+        """Replace the rollouts' routes of the tokens `here_T` by the old policy's routes."""
         assert self.old is not None
         assert self.routes is not None
         for index, layer in enumerate(self.routes.layer_numbers):
@@ -155,7 +160,7 @@ def end_all() -> None:
 class Lookahead:
     """An iterator that prepares in a thread what another iterator brings, ahead of its use.
 
-    `RolloutStep` puts one inside Megatron's RerunDataIterator, which keeps the prepared
+    `RolloutStep` puts a Lookahead inside Megatron's RerunDataIterator, which keeps the prepared
     micro-batches and hands them out again if a step is run twice.
 
     Args:

@@ -38,7 +38,7 @@ class OldPolicy:
     """The old policy's log-probs and routes of one collection, by row id, on the host.
 
     Attributes:
-        collection: its number; None before the first one.
+        collection: the collection's number; None before the first collection.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class OldPolicy:
         """Take the log-probs of a micro-batch, without a wait.
 
         Args:
-            rows_BS: on the host; -1 for padding.
+            rows_BS: row ids on the host; -1 for padding.
             logprobs_BS: float32, on the device.
         """
         self._logprobs.append((rows_BS.reshape(-1), logprobs_BS.detach().reshape(-1)))
@@ -70,14 +70,14 @@ class OldPolicy:
         """Take the routes of a micro-batch, without a wait.
 
         Args:
-            rows_T: on the host, in the router's order; -1 for padding.
-            ids: `[T, K]` of each layer number, on the device.
+            rows_T: row ids on the host, in the router's order; -1 for padding.
+            ids: for each layer number the expert ids `[T, K]`, on the device.
         """
         for layer, ids_TK in ids.items():
             self._routes.setdefault(layer, []).append((rows_T, ids_TK.detach()))
 
     def finish(self) -> None:
-        """Bring to the host all that was added; the record is whole then."""
+        """Copy what was added to the host. Afterwards the record is whole."""
         if self._logprobs:
             self._logprob_table = _Table.of(self._logprobs)
         self._route_tables = {layer: _Table.of(parts) for layer, parts in self._routes.items()}
@@ -115,7 +115,7 @@ class OldPolicy:
         return torch.from_numpy(self._logprob_table.of_rows(rows_BS.numpy(), "old log-probs"))
 
     def routes(self, layer: int, rows_T: np.ndarray) -> np.ndarray:
-        """The ids `[T, K]` that a layer took for these rows; zeros for padding."""
+        """The expert ids `[T, K]` that the old policy chose for these rows; zeros for padding."""
         return self._route_tables[layer].of_rows(rows_T, f"old routes of layer {layer}")
 
     def write(self, folder: Path, rank: int, about: dict[str, str], number: str) -> None:
@@ -124,7 +124,8 @@ class OldPolicy:
         A file gets its name only when it is complete.
 
         Args:
-            number: of the pass, the same on all ranks, and another one for each pass.
+            about: the options and rollouts of the record, which `read` compares.
+            number: names the pass: the same text on all ranks, and another text for each pass.
         """
         tensors = {"logprob_rows": self._logprob_table.rows, "logprobs": self._logprob_table.values}
         for layer, table in self._route_tables.items():
@@ -146,9 +147,9 @@ class OldPolicy:
         Args:
             rows: int64, sorted: the row ids that this rank will ask for.
             layers: whose routes this rank will ask for.
-            about: what the files must say of the training that wrote them.
-            number: of the pass. Files of other passes are ignored: an earlier training may have
-                left them in the folder, for the same rollouts and from other weights.
+            about: what the files must have as `about`.
+            number: names the pass. Files of other passes are ignored: an earlier training may have
+                left such files in the folder, for the same rollouts and from other weights.
 
         Raises:
             StoreError: a file is missing or damaged, or was written for other options or rollouts.
@@ -187,21 +188,21 @@ class _Table:
 
     @classmethod
     def of(cls, parts: list[tuple[Tensor, Tensor]]) -> _Table:
-        """From the rows and values of micro-batches; padding is left out."""
+        """A table of the rows and values of micro-batches; padding is left out."""
         rows = torch.cat([rows for rows, _ in parts]).numpy()
         values = torch.cat([values for _, values in parts]).cpu().numpy()
         return cls.joined([cls(rows[rows >= 0], values[rows >= 0])])
 
     @classmethod
     def joined(cls, tables: list[_Table]) -> _Table:
-        """The tables of several ranks as one, each row once; without any table an empty one."""
+        """The tables of several ranks as one table with each row once; empty if there are none."""
         if not tables:
             return cls(np.zeros(0, np.int64), np.zeros(0, np.float32))
         rows, first = np.unique(np.concatenate([t.rows for t in tables]), return_index=True)
         return cls(rows, np.concatenate([t.values for t in tables])[first])
 
     def only(self, rows: np.ndarray) -> _Table:
-        """The part of the table that is of these rows."""
+        """A table of those of these rows that this table has."""
         keep = np.isin(self.rows, rows)
         return _Table(self.rows[keep], self.values[keep])
 
@@ -223,7 +224,11 @@ class _Table:
 def _tables_of(
     of_files: Iterable[dict[str, np.ndarray] | None], rows: np.ndarray, layers: Sequence[int]
 ) -> tuple[list[_Table], dict[int, list[_Table]]]:
-    """What files say of some rows: their log-probs, and their routes in each layer."""
+    """For some rows the log-probs in each file, and for each layer the routes in each file.
+
+    Args:
+        of_files: the tensors of each file; a file that is None is left out.
+    """
     logprobs: list[_Table] = []
     routes: dict[int, list[_Table]] = {layer: [] for layer in layers}
     for tensors in of_files:
@@ -273,7 +278,7 @@ def remove_unneeded(
     steps a collection: `iter_0000006` needs the record of iteration 4, and `iter_0000008` none.
 
     Args:
-        directory: in which the records lie.
+        directory: in whose folder `old-policy` the records lie.
         checkpoints: all directories in which checkpoints of the training lie.
         began_at: the iteration at which the newest collection began.
         steps: optimizer steps of a collection.

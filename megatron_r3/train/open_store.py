@@ -1,7 +1,7 @@
 """Open the rollout stores of a training, and refuse shards that could not be trained on.
 
-Once the process group exists, the first rank opens a store and tells the others what is in it
-(`one_look.py`). Then the ranks check every byte, each rank its share. With `--rollouts-check
+Once the process group exists, the first rank opens a store and tells the other ranks what is in the
+store (`one_look.py`). Then the ranks check every byte, each rank its share. With `--rollouts-check
 reads`, and in a store that grows (`announce.py`), each rank checks only what it reads, as it reads.
 
 A process that trains alone opens its store when the arguments are checked, and so refuses a wrong
@@ -44,8 +44,8 @@ def open_store(options: RolloutOptions, place: Place | None = None) -> RolloutSt
     policy before the model is loaded and published (seams/pretrain.py).
 
     Args:
-        place: where this rank stands among those that share the reading; None while there is no
-            process group, for a process that trains alone.
+        place: the place of this rank among the ranks that share the check; None for a process that
+            trains alone, before there is a process group.
 
     Raises:
         ValueError: a shard cannot be read, or cannot be trained on as the options ask; or there is
@@ -68,7 +68,7 @@ def open_store(options: RolloutOptions, place: Place | None = None) -> RolloutSt
         except ValueError as error:
             if place is None:
                 raise
-            refuse_together(str(error))  # all ranks know it
+            refuse_together(str(error))  # all ranks have found the same error
     return store
 
 
@@ -120,8 +120,8 @@ def warnings(options: RolloutOptions, store: RolloutStore) -> list[str]:
     sampler, trainer = store.info.vocab_size, options.padded_vocab_size
     if sampler and trainer and sampler > trainer:
         lines.append(
-            f"warning: the sampler's softmax has {sampler} rows, the trainer's {trainer}, without "
-            "the last ones: so their log-probs do not agree to the last digits"
+            f"warning: the sampler's softmax has {sampler} rows, the trainer's {trainer}: the "
+            "log-probs of sampler and trainer do not agree to the last digits"
         )
     sampling = store.info.sampling
     names = ("temperature", "top_p", "top_k", "min_p")
@@ -138,7 +138,7 @@ def warnings(options: RolloutOptions, store: RolloutStore) -> list[str]:
     if options.follow_s is None and _is_even(options, store):
         lines.append(
             "warning: every advantage is 0, so nothing will be learned: look at the rewards of "
-            "samples of one prompt (rollouts inspect)"
+            "samples of one prompt (megatron-r3 rollouts inspect)"
         )
     if options.reads_a_dataset:
         lines.append(
@@ -176,7 +176,7 @@ def _refuse_mixed_versions(shard: Shard) -> None:
 
 
 def _is_published(options: RolloutOptions, shard: Shard) -> bool:
-    """Whether this training published, under a shard's version, the policy that sampled it."""
+    """Whether this training published the sampler's policy, under the version of the shard."""
     info, folder = shard.info, published_folder(options, shard)
     if folder is not None:
         return policy_stamp(folder) == info.policy_stamp
@@ -187,18 +187,18 @@ def _is_published(options: RolloutOptions, shard: Shard) -> bool:
 
 
 def _check_head(options: RolloutOptions, versions: Versions | None, shard: Shard) -> None:
-    """Refuse a shard that cannot be trained on, without a look at its tokens and routes.
+    """Refuse a shard that cannot be trained on, as far as this shows without tokens and routes.
 
     Args:
-        versions: of the shards checked so far; None with --rollouts-policy any.
+        versions: the policy versions of the shards checked so far; None with --rollouts-policy any.
     """
     biased = shard.info.sampling.unknown_to_the_loss(bool(shard.tensors["num_kept"].all()))
     if biased and not options.any_sampling:
         raise ValueError(
             f"{shard.path}: sampled with {', '.join(biased)}, and it does not have what the loss "
-            "needs for that: the log-probs of the distribution that was drawn from, and the tokens "
-            "that top-k and top-p kept. Sample again without these settings, or with an engine "
-            "that returns both, or give --rollouts-sampling any"
+            "needs for that: the log-probs of the distribution from which tokens were drawn, and "
+            "the tokens that top-k and top-p kept. Sample again without these settings, or with an "
+            "engine that returns these log-probs and tokens, or give --rollouts-sampling any"
         )
     differences = options.shape_differences(shard.info)
     if differences and (options.replay or not options.any_policy):
@@ -228,7 +228,7 @@ def _read_checks(options: RolloutOptions) -> ReadChecks:
 
 
 def _check_bytes(options: RolloutOptions, shard: Shard) -> None:
-    """Refuse a shard that is damaged, or whose tokens or gaps this training does not take."""
+    """Refuse a shard that is damaged, or has tokens or missing rows that `options` do not allow."""
     checks = _read_checks(options)
     if (shard.identity, checks) not in _verified:
         verify_shard(shard, checks, thorough=False)

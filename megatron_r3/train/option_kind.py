@@ -17,8 +17,8 @@ class Rule:
 
     Attributes:
         name: the other option, as an attribute of Megatron's arguments.
-        values: those that the other option must have, or must not have. Empty: it must be set, or
-            must not be set.
+        values: the values that the other option must have (any of them), or must not have. Empty:
+            the other option must be set, or must not be set.
         why: the reason, which ends the error message; it may say what to type.
     """
 
@@ -27,11 +27,16 @@ class Rule:
     why: str = ""
 
     def holds(self, now: object, is_set: bool) -> bool:
-        """Whether the other option, which has the value `now`, has one of the values."""
+        """Whether the other option has one of `values`, or if `values` is empty, whether it is set.
+
+        Args:
+            now: the value of the other option.
+            is_set: whether the other option is set.
+        """
         return now in self.values if self.values else is_set
 
     def said(self, now: object, needed: bool) -> str:
-        """The other option as a person types it, and the reason."""
+        """The other option as a person types it, and the reason, as the end of an error message."""
         if needed and self.values:
             values = [one for one in self.values if one is not None]
             now = values[0] if len(values) == 1 else " or ".join(str(one) for one in values)
@@ -47,11 +52,12 @@ class Option:
         name: the attribute of Megatron's arguments.
         says: what the option does, as Markdown.
         default: the value if the option is not given.
-        usual: the default as Markdown, where it is not one plain value.
+        usual: the default as Markdown, where the default is not one plain value.
         metavar: stands for the value in help and docs; empty for a switch, or with choices.
-        kind: the type of a value.
+        kind: makes the value from its text, as `type` in argparse.
         choices: the values that there are; empty for any.
-        least: the smallest number, and `of` what it counts.
+        least: the smallest allowed number.
+        of: what the number counts, as a word for the error message.
         nargs, const: as in argparse.
         needs, not_with: rules about other options, checked if the option is given.
         nothing: values that mean the same as no option, so that no rule is checked.
@@ -136,7 +142,7 @@ class Option:
 
 
 def flag(name: str) -> str:
-    """An attribute of Megatron's arguments as the option that sets it."""
+    """The option that sets an attribute of Megatron's arguments: `--global-batch-size`."""
     return f"--{name.replace('_', '-')}"
 
 

@@ -52,7 +52,7 @@ NOT_WITH_ROLLOUTS = {
     "skip_train": "no rollout would be trained on; leave --rollouts out",
     "hybrid_context_parallel": "it moves whole samples between ranks",
     "logits_load_dir": "it brings its own loss",
-    "use_legacy_models": "they have routers of their own",  # the option exists up to 0.17
+    "use_legacy_models": "legacy models have routers of their own",  # an option up to 0.17
     "use_megatron_fsdp": "replay was not tested on sharded modules",
     "use_torch_fsdp2": "replay was not tested on sharded modules",
     "iterations_to_skip": "the step that skips reads the script's own batches; leave the "
@@ -250,7 +250,10 @@ BY_NAME = {option.name: option for option in OPTIONS}
 
 
 def look(args: Any, name: str) -> tuple[Any, bool]:
-    """The value of an option, and whether it is set: ours if its value is not the default."""
+    """The value of an option, and whether the option is set.
+
+    An option of ours is set if its value is not the default, Megatron's if its value is true.
+    """
     given = getattr(args, name, None)
     if name not in BY_NAME:  # Megatron's
         return given, bool(given)
@@ -266,9 +269,11 @@ def value(args: Any, name: str) -> Any:
 def add_to(parser: Any, fields: Collection[str]) -> None:
     """Add the options that are no fields to Megatron's parser; each is None unless it is given.
 
+    A field that this tree lacks is added as an option that is an error if it is given. The error
+    names the missing group of patches.
+
     Args:
-        fields: those that this tree's TransformerConfig has. If an option's field is not there, to
-            give the option is an error that names the missing group of patches.
+        fields: the fields that this tree's TransformerConfig has.
     """
     group = parser.add_argument_group(title="rollouts")
     for option in OPTIONS:
@@ -295,21 +300,21 @@ def _absent(option: Option) -> Callable[[str], Any]:
 
 
 def refuse_options(args: Any) -> None:
-    """Refuse values, and options that do not go together, by the rows.
+    """Refuse impossible values, and options that do not go together, by the rules of the table.
 
     Raises:
-        ValueError: by `Option.refuse`, for the first row that refuses.
+        ValueError: as `Option.refuse`, for the first option that is refused.
     """
     for option in OPTIONS:
         option.refuse(args, look)
 
 
-# Without --rollouts, replay reads all fields but these.
+# The fields `moe_router_replay_...` that nothing reads without --rollouts.
 _READ_WITH_ROLLOUTS = ("missing", "log_mismatch_interval", "verify_dispatch")
 
 
 def refuse_without_rollouts(args: Any) -> None:
-    """Refuse options that would do nothing, because there is no --rollouts.
+    """Refuse options that do nothing without --rollouts.
 
     Args:
         args: Megatron's arguments, with `rollouts` None.

@@ -26,7 +26,7 @@ from megatron_r3.train.update_options import (
     refuse_update,
 )
 
-# Options of Megatron that do not go with a pass of the old policy, and why each is refused
+# Options of Megatron that do not go with a pass of the old policy, and why each is refused.
 _NOT_WITH_OLD_PASS = {
     "reuse_grad_buf_for_mxfp8_param_ag": "the pass comes before Megatron copies the weights into "
     "that buffer, and would run on gradients",
@@ -53,9 +53,10 @@ class RolloutOptions:
         any_policy: whether rollouts of another policy than the trainer's are taken.
         any_sampling: whether rollouts are taken whose sampling settings the loss cannot follow.
         follow_s: seconds to wait for a rollout of a store that grows; None for one that does not.
-        checks_as_read: whether each rank checks what it reads, as it reads it, and nobody checks
-            the whole store before training.
-        max_lag: how many versions a rollout's policy may be behind the newest one; None for any.
+        checks_as_read: whether each rank checks what it reads, as it reads it, instead of a check
+            of the whole store before training.
+        max_lag: how many versions a rollout's policy may be behind the newest version; None for
+            any number.
         pack: whether a sample is a pack of rollouts (THD).
         loss: the policy loss.
         trainer_is_old: whether the trainer, at the start of a collection, is the old policy; else
@@ -135,7 +136,7 @@ class RolloutOptions:
 
     @property
     def replays_routes(self) -> bool:
-        """Whether MoE layers take any given routes; else they route live, and are only compared."""
+        """Whether any token may replay a route; else all route live, and are only compared."""
         return self.replay and self.use.source != "live"
 
     @property
@@ -153,10 +154,10 @@ class RolloutOptions:
 
     @property
     def needs_old_pass(self) -> bool:
-        """Whether a pass over each collection comes before its first update.
+        """Whether the old policy runs a pass over each collection, before the first update on it.
 
-        With one update on a collection the trainer of that update is the old policy: its log-probs
-        are there without a pass, and its routes are those that it chooses in the update.
+        With one update on a collection no pass is needed: the update itself runs with the weights
+        of the old policy, so the update's own log-probs and live routes are the old policy's.
         """
         return self.use.schedule.steps > 1 and (self.trainer_is_old or self.takes_old_routes)
 
@@ -166,7 +167,7 @@ class RolloutOptions:
         return document_multiple(self.context_parallel)
 
     def shape_differences(self, sampler: MoEShape) -> list[str]:
-        """In what the sampler's model differs from the trainer's; empty if the routes fit."""
+        """What differs between the sampler's model and the trainer's; empty if the routes fit."""
         pairs = {
             "MoE layers (0-based)": (list(sampler.moe_layers), list(self.moe_layers)),
             "topk": (sampler.topk, self.topk),
@@ -251,7 +252,7 @@ def _refuse_combinations(args: Any) -> None:
     # Only if it was typed: `store` is also the default, which has no effect with --rollouts-follow.
     if args.rollouts_follow is not None and args.rollouts_check == "store":
         raise ValueError(
-            "--rollouts-follow: not together with --rollouts-check store: of a store that grows "
+            "--rollouts-follow: not together with --rollouts-check store: in a store that grows "
             "each rank checks what it reads, as it reads it; leave --rollouts-check out"
         )
 

@@ -1,9 +1,9 @@
 """Refuse rollouts of a policy that is not the one from which training starts.
 
-A store has digests of the sampler's routers (`megatron_r3.data.fingerprint`). The first time that a
-rollout with such a stamp is used, the stamp is compared with this rank's own routers. After the
-first update the weights differ from those that sampled, so a stamp that was accepted once stays
-accepted; --rollouts-max-lag bounds the age of rollouts.
+Each shard has digests of the sampler's routers (`megatron_r3.data.fingerprint`). When a rollout
+with new digests is first used, its digests are compared with those of this rank's own routers.
+After the first update the trainer's weights differ from the sampler's, so digests that were
+accepted once stay accepted. --rollouts-max-lag bounds the age of rollouts.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class PolicyCheck:
         routers: dict[int, Any],
     ) -> None:
         self.options, self.store, self.ledger, self.routers = options, store, ledger, routers
-        self._accepted: set[tuple[str, ...]] | None = None  # stamps; None before the first check
+        # the router digests that were accepted; None before the first check
+        self._accepted: set[tuple[str, ...]] | None = None
 
     def check(self, rollouts: list[int]) -> None:
         """End training if one of these rollouts is too old, or of another policy.
@@ -83,10 +84,14 @@ class PolicyCheck:
     def _was_published(self, number: int, stamp: tuple[str, ...]) -> bool:
         """Whether this training has published the policy that sampled a shard.
 
-        The trainer may have updated such a policy since, so its own routers do not tell. The name
-        of a folder proves nothing either: only a version that this training has reached counts, and
-        only if the routers in its folder have the shard's digests. Example: with an interval of 2,
-        by iteration 5, versions 0 to 2 are published; a folder of version 3 is another training's.
+        The trainer's own routers do not show this, because updates may have changed them since. The
+        training has published the policy if it has reached the shard's version, and the routers in
+        the version's folder have the shard's digests. Example: with an interval of 2, at iteration
+        5, versions 0 to 2 are published; a folder of version 3 is another training's.
+
+        Args:
+            number: of the shard.
+            stamp: the shard's router digests.
         """
         shard, publish = self.store.shards[number], self.options.publish
         folder = published_folder(self.options, shard)
@@ -97,15 +102,15 @@ class PolicyCheck:
         return router_fingerprint(folder, self.store.info.moe_layers) == stamp
 
     def _used_before(self) -> set[tuple[str, ...]]:
-        """The stamps of the rollouts that the resumed training used before it was interrupted.
+        """The router digests of the rollouts of this store that a resumed training used before.
 
-        Only rollouts of this store count. Those of an earlier store, which the checkpoint was also
-        trained on, say nothing about the policy that sampled this one.
+        Rollouts of an earlier store, which the checkpoint was also trained on, are left out: they
+        say nothing about the policy that sampled this store.
         """
         store, used = self.store, self.ledger.used()
         if not used:
             return set()
-        if self.options.pack:  # samples are packs, and all rollouts are of one policy
+        if self.options.pack:  # all rollouts are of one policy, and `used` counts packs
             return {store.info.router_fingerprint}
         if self.options.follow_s is not None:
             store.wait_for(used - 1)
@@ -121,7 +126,7 @@ class PolicyCheck:
             if here != stamp[trace]:
                 refuse(
                     f"{self.options.where}: sampled from another policy: the router of layer "
-                    f"{number} is {stamp[trace]} in the store, {here} in the trainer. Load the "
+                    f"{number} is {stamp[trace]} in the store, and {here} in the trainer. Load the "
                     "checkpoint that sampled (--load), sample again, or, to train on other "
                     "policies' rollouts, give --rollouts-policy any",
                     speaks=speaks_for_stage(),  # the stage's ranks have the same routers
@@ -136,7 +141,7 @@ def speaks_for_stage() -> bool:
 
 
 def version_of(shard: Shard) -> int:
-    """The policy version of a shard's first rollout; callers ask where it is the only one."""
+    """The policy version of a shard whose rollouts all have the same version."""
     return int(shard.tensors["policy_version"][0])
 
 

@@ -1,9 +1,9 @@
 """The distribution of the policy: the softmax that gives the log-probs of response tokens.
 
 A sampler divides its logits by a temperature, may leave tokens out (top-p, top-k), and has no rows
-for the trainer's padding of the vocabulary. The trainer's log-probs must be of the same
-distribution. So the logits are changed here before they go to Megatron's own language-model loss,
-which keeps its tensor parallelism and its fused kernels.
+for the trainer's padding of the vocabulary. The trainer's log-probs must be of the distribution
+from which the sampler drew. So the logits are changed here before they go to Megatron's own
+language-model loss, whose tensor parallelism and fused kernels are used as they are.
 
 MTP heads call the same loss method of the model, with labels of their own. So a `Policy` is
 attached to the labels of the main loss, and MTP losses stay as they are.
@@ -36,15 +36,15 @@ class Policy:
 
     Attributes:
         temperature: what the logits are divided by.
-        vocab_size: rows of the output layer that the sampler has; the rows after them are left out.
-            None: all rows take part.
-        kept: the tokens that the sampler kept for each label; None: it kept all.
+        vocab_size: rows of the output layer that the sampler has; the trainer's further rows are
+            left out. None: all rows take part.
+        kept: the tokens that the sampler kept for each label; None: the sampler kept all tokens.
         measures_entropy: whether `entropy_BS` is wanted.
         returns_entropy: whether the model returns losses and entropies, `[2, B, S]`, instead of
-            losses alone. So a gradient of the entropy takes the way that a loss's takes, also where
-            a schedule cuts the graph at the model's output (combined 1F1B).
+            losses alone. The gradient of the entropy then goes through the model's output, as the
+            loss's does: combined 1F1B cuts the graph at that output.
         entropy_BS: the entropy of each token's distribution, in nats, without gradient; None until
-            it was measured.
+            the entropy was measured.
         used: whether the model has computed its loss with this policy.
     """
 
@@ -94,7 +94,13 @@ class KeptTokens:
 
     @classmethod
     def of(cls, sets: KeptSets, shape: torch.Size) -> KeptTokens:
-        """The sets of the labels of a batch `[B, S]`, on the device; an empty set keeps all."""
+        """The kept sets of the labels of a batch, moved to the device.
+
+        Args:
+            sets: one for each label of the batch, flattened; an empty set means that all tokens
+                were kept.
+            shape: `[B, S]` of the batch.
+        """
         places = np.repeat(np.arange(len(sets.sizes_N)), sets.sizes_N)
         arrays = (places, sets.ids_V.astype(np.int64), sets.sizes_N > 0)
         moved = [torch.from_numpy(array).cuda(non_blocking=True) for array in arrays]
@@ -133,7 +139,8 @@ def limited(logits: Tensor, policy: Policy, group: Any | None = None) -> Tensor:
     """The logits of the policy: divided by the temperature, very low where a token is left out.
 
     Args:
-        logits: `[S, B, rows of this rank]`; the ranks of the group have rows one after the other.
+        logits: `[S, B, rows of this rank]`; the rows of the vocabulary are split over the ranks of
+            the group in order.
         policy: see `Policy`.
         group: the tensor-parallel group; None for one rank.
     """
@@ -158,10 +165,10 @@ def _least(logits: Tensor) -> float:
 
 
 class Entropy(torch.autograd.Function):
-    """`entropy` with a gradient, which the forward pass computes.
+    """`entropy` with a gradient.
 
-    The gradient needs as much memory as the logits do. The logits themselves cannot be kept for the
-    backward pass: losses of Megatron and of Transformer Engine overwrite the logits.
+    The forward pass computes the gradient too, and keeps it, in as much memory as the logits need.
+    The logits cannot be kept instead: losses of Megatron and Transformer Engine overwrite them.
     """
 
     @staticmethod
@@ -183,7 +190,9 @@ def entropy(logits: Tensor, group: Any | None = None, slope: Tensor | None = Non
     """The entropy `[B, S]` of the distributions of `limited` logits, in nats; no gradient.
 
     Args:
-        slope: like the logits; gets the derivative of each entropy by the logits of its row.
+        logits: `[S, B, rows of this rank]`.
+        slope: a tensor like the logits, into which the derivative of each entropy by its logits is
+            written; None if the derivative is not wanted.
     """
     rows = logits.detach().flatten(0, 1)
     slopes: Sequence[Tensor | None] = [None] * len(rows)
@@ -197,15 +206,16 @@ def entropy(logits: Tensor, group: Any | None = None, slope: Tensor | None = Non
 
 
 def _entropy(logits: Tensor, group: Any | None, slope: Tensor | None) -> Tensor:
-    """log Z - sum(p x): x is a logit minus the largest one, Z is sum(exp(x)), over all ranks.
+    """The entropy of each row: log Z - sum(p x), with sums over the vocabulary of all ranks.
 
-    The derivative by a logit is -p (log p + entropy), with log p = x - log Z.
+    x is a logit minus the row's largest logit, Z is sum(exp(x)), p is exp(x) / Z. The derivative by
+    a logit is -p (log p + entropy), with log p = x - log Z.
     """
     most = _over_ranks(logits.max(-1).values, torch.distributed.ReduceOp.MAX, group)
     shifted = logits - most[:, None]
     weight = shifted.exp()
     total = _over_ranks(weight.sum(-1), torch.distributed.ReduceOp.SUM, group)
-    # A row that is left out has weight 0, and no part in the sum.
+    # A token that is left out has weight 0. Its product is set to 0, also if its logit is -inf.
     products = torch.where(weight > 0, weight * shifted, 0.0)
     product = _over_ranks(products.sum(-1), torch.distributed.ReduceOp.SUM, group)
     found = total.log() - product / total
