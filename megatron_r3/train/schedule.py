@@ -1,4 +1,4 @@
-"""Which rollouts each optimizer step uses: collections, the mini-steps on one, and their epochs."""
+"""Which rollouts each optimizer step uses: collections, their mini-steps and their epochs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STORED = "stored"  # advantages that the store brings
 
 @dataclass(frozen=True)
 class Place:
-    """Where in a training an optimizer step is, all counted from 0."""
+    """Where in a training an optimizer step is; each number counts from 0."""
 
     collection: int
     epoch: int
@@ -22,7 +22,7 @@ class Place:
 
     @property
     def begins_collection(self) -> bool:
-        """Whether the step is the first one on its collection."""
+        """Whether the step is the first step on its collection."""
         return self.epoch == 0 and self.mini_step == 0
 
 
@@ -32,16 +32,16 @@ class Schedule:
 
     A collection is the `mini_steps * batch` samples that updates from one old policy use. Each of
     its `epochs` is `mini_steps` optimizer steps of `batch` samples. Samples are counted from the
-    one with which the training began with its store.
+    first sample that the training took from its store.
 
     Example with batch 2, 2 mini-steps, 2 epochs: the steps use the samples 0-1, 2-3, 0-1, 2-3 of
     the store, then 4-5, 6-7, 4-5, 6-7.
 
     Attributes:
         batch: samples of an optimizer step, over all ranks.
-        mini_steps, epochs: 1 and 1 use each sample in one step.
-        seed: mixes the samples of each optimizer step, alike in every epoch; None keeps them in the
-            order of the store.
+        mini_steps, epochs: see above. If both are 1, each sample is used in one step.
+        seed: mixes the samples of each optimizer step, in the same way in every epoch; None keeps
+            the order of the store.
     """
 
     batch: int
@@ -59,22 +59,18 @@ class Schedule:
         collection, inside = divmod(step, self.steps)
         return Place(collection, *divmod(inside, self.mini_steps))
 
-    def place_of_sample(self, sample: int) -> Place:
-        """Where the optimizer step is that uses a sample of the training."""
-        return self.place(sample // self.batch)
-
     def in_store(self, sample: int) -> int:
-        """Which sample of the store a sample of the training is."""
+        """The number in the store of sample number `sample` of the training."""
         return self.mixed(self._unmixed(sample))
 
     def _unmixed(self, sample: int) -> int:
-        """Which sample of the store a sample of the training would be without a seed."""
+        """What `in_store` would return without a seed."""
         step, within = divmod(sample, self.batch)
         place = self.place(step)
         return (place.collection * self.mini_steps + place.mini_step) * self.batch + within
 
     def mixed(self, sample: int) -> int:
-        """The sample of the store that is used in the place of sample `sample`, by the seed.
+        """The sample of the store that the seed puts in the place of sample `sample` of the store.
 
         Example with batch 4: a seed may give 2 0 3 1 for 0 1 2 3, and 4 7 6 5 for 4 5 6 7.
         """
@@ -86,12 +82,12 @@ class Schedule:
     def used(self, consumed: int) -> int:
         """How many samples of the store are among the first `consumed` samples of the training.
 
-        With a seed they are the first ones of the store only after whole optimizer steps.
+        These are the first samples of the store, with a seed only after whole optimizer steps.
         """
         if not consumed:
             return 0
-        place = self.place_of_sample(consumed - 1)
-        if place.epoch:  # the whole collection was used before
+        place = self.place((consumed - 1) // self.batch)
+        if place.epoch:  # the first epoch has used the whole collection
             return (place.collection + 1) * self.mini_steps * self.batch
         return self._unmixed(consumed - 1) + 1
 
@@ -100,7 +96,7 @@ class Schedule:
         return sample // (self.mini_steps * self.batch)
 
     def of_collection(self, collection: int) -> range:
-        """The samples of the store that are a collection."""
+        """The samples of the store that belong to a collection."""
         size = self.mini_steps * self.batch
         return range(collection * size, (collection + 1) * size)
 
@@ -109,12 +105,13 @@ class Schedule:
 def _mixed_batch(size: int, number: int, seed: int) -> tuple[int, ...]:
     """The places 0 to `size` - 1 of a global batch in random order.
 
-    Each place draws a number, and the places are sorted by these numbers. Example: the numbers
-    70 20 90 40 of four places give the order 1 3 0 2. All ranks, and later versions of numpy, find
-    the same order, because numpy promises the bits of `PCG64`, and promises nothing of `shuffle`.
+    A number is drawn for each place, and the places are sorted by their numbers. Example: the
+    numbers 70 20 90 40 of the places 0 to 3 give the order 1 3 0 2. All ranks, and later versions
+    of numpy, find the same order, because numpy promises that the bits of `PCG64` stay the same. It
+    promises nothing about `shuffle`.
 
     Args:
-        number: of the batch in its store.
+        number: the number of the global batch, from 0 on.
     """
     drawn = np.random.PCG64((seed, number)).random_raw(size)
     return tuple(np.argsort(drawn, kind="stable").tolist())
@@ -127,13 +124,13 @@ class UseOfRollouts:
     Attributes:
         seq_length: S, to which samples are padded on the right.
         schedule: the order in which the samples are used.
-        start: the sample of the training that is the first rollout of the store. In a training that
-            was resumed with a new store, the samples before it came from another store.
+        start: the number of the training's sample that is the first sample of the store. It is not
+            0 in a training that was resumed with a new store.
         advantages: a name of `ADVANTAGES`, or "stored".
         source: whose routes the tokens take, a name of `SOURCES`.
-        replay_max_lag: a rollout is stale if its oldest span is more than so many versions behind
-            the newest span up to the end of its collection. None: no rollout is.
-        stale_source: whose routes the tokens of stale rollouts take.
+        replay_max_lag: a rollout is stale if its oldest span is more than this many versions behind
+            the newest span up to the end of its collection. None: no rollout is stale.
+        stale_source: whose routes the tokens of stale rollouts take, a name of `SOURCES`.
     """
 
     seq_length: int

@@ -41,7 +41,7 @@ def test_one_step_on_a_collection_changes_no_order() -> None:
 def test_a_schedule(batch: int, mini_steps: int, epochs: int, sample: int, consumed: int) -> None:
     schedule = Schedule(batch, mini_steps, epochs)
     in_store = schedule.in_store(sample)
-    place = schedule.place_of_sample(sample)
+    place = schedule.place(sample // batch)
     assert schedule.collection_of(in_store) == place.collection
     assert in_store in schedule.of_collection(place.collection)
     # each collection is whole before the next one begins
