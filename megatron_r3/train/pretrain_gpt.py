@@ -1,4 +1,4 @@
-"""A training script on rollouts, for a tree that has no pretrain_gpt.py (the one on PyPI).
+"""A training script on rollouts, for a tree that has no pretrain_gpt.py (megatron-core from PyPI).
 
     torchrun ... -m megatron_r3.train.pretrain_gpt <your arguments> --eval-iters 0 --rollouts DIR
 
@@ -36,12 +36,15 @@ def loss_func(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[s
 
 
 def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, Any]:
-    """One micro-batch of language modelling.
+    """Run the forward pass of one micro-batch of language modelling.
 
     Args:
         data_iterator: yields `tokens`, `labels`, `position_ids` (int64) and `loss_mask` (float32),
             each [B, S].
         model: a GPTModel.
+
+    Returns:
+        The model's output, and a function from the output to what `loss_func` returns.
     """
     batch = {name: value.cuda(non_blocking=True) for name, value in next(data_iterator).items()}
     output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
@@ -49,10 +52,10 @@ def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: Any) -> tupl
 
 
 def no_datasets(sizes: list[int], vp_stage: int | None = None) -> Any:
-    """Refuse when Megatron asks for the script's own data, because there is none.
+    """End the training when Megatron asks for the script's own data, because there is none.
 
     Raises:
-        SystemExit: with one line that says what to do.
+        SystemExit: always, after one line that says what to do.
     """
     from megatron.training import get_args
 
@@ -62,12 +65,12 @@ def no_datasets(sizes: list[int], vp_stage: int | None = None) -> Any:
 
     if getattr(get_args(), "rollouts", None) is None:
         refuse("this script has no data of its own: give --rollouts DIR, a rollout store")
-    # With --rollouts a script is asked for validation data alone. To return None does not help:
-    # Megatron 0.19 would still evaluate, with None as the iterator.
+    # With --rollouts Megatron asks a script for validation data alone. Returning None would not
+    # help: Megatron 0.19 would still evaluate, with None as the iterator.
     refuse("this script has no data for validation: give --eval-iters 0")
 
 
-# Have Megatron call it on every rank: otherwise the other ranks would wait for one that has ended.
+# Have Megatron call `no_datasets` on every rank: otherwise ranks would wait for one that has ended.
 no_datasets.is_distributed = True  # type: ignore[attr-defined]
 
 

@@ -1,7 +1,7 @@
 """How far a training is, and what its checkpoint remembers of the rollouts that it has used.
 
-Megatron keeps both in its arguments: it counts `curr_iteration` and `consumed_train_samples` there
-while it trains, and it saves the arguments in every checkpoint.
+Both are in Megatron's arguments: Megatron counts `curr_iteration` and `consumed_train_samples`
+there while it trains, and saves the arguments in every checkpoint.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ Entries = list[dict[str, Any]]  # what `megatron_r3.train.ledger` writes
 
 
 class Progress(Protocol):
-    """What a training on rollouts asks of the trainer while it runs.
+    """What a training on rollouts asks of the trainer while the training runs.
 
     Attributes:
         iteration: the iteration that runs, from 0.
         last_iteration: how many iterations the whole training has.
-        consumed_samples: the samples that finished iterations have used.
+        consumed_samples: how many samples the finished iterations have used.
     """
 
     @property
@@ -37,7 +37,7 @@ class Progress(Protocol):
         """Put the entries into every checkpoint from now on."""
 
     def remembered(self) -> Entries:
-        """The entries of the checkpoint that was loaded; empty where it has none."""
+        """The entries of the checkpoint that was loaded; empty if it has none."""
 
 
 class MegatronProgress:
@@ -59,13 +59,13 @@ class MegatronProgress:
     def last_iteration(self) -> int:
         """How many iterations the whole training has.
 
-        With --train-samples Megatron computes this number only after it has built the model.
+        With --train-samples it is 0 until Megatron has built the model and computed the number.
         """
         return int(self._args.train_iters or 0)
 
     @property
     def consumed_samples(self) -> int:
-        """The samples that finished iterations have used."""
+        """How many samples the finished iterations have used."""
         return int(self._args.consumed_train_samples)
 
     def remember(self, entries: Entries) -> None:
@@ -73,7 +73,7 @@ class MegatronProgress:
         self._args.rollouts_used = entries
 
     def remembered(self) -> Entries:
-        """The entries of the loaded checkpoint, the same on all ranks; empty where it has none.
+        """The entries of the loaded checkpoint, the same on all ranks; empty if it has none.
 
         The first rank reads the saved arguments again, because Megatron's `load_checkpoint` does
         not return them, and broadcasts the entries.
@@ -90,7 +90,7 @@ def checkpoint_directories(args: Any, base: str | None) -> tuple[str, ...]:
     """The directories in which checkpoints may lie, by Megatron's arguments.
 
     Args:
-        base: --save or --load; None where it was not given.
+        base: --save or --load; None if the option was not given.
     """
     named = [base, getattr(args, "non_persistent_global_ckpt_dir", None)]
     if base is not None:
@@ -101,8 +101,8 @@ def checkpoint_directories(args: Any, base: str | None) -> tuple[str, ...]:
 def _saved_arguments(args: Any) -> Iterator[Any]:
     """The arguments inside the checkpoint that was loaded, in either of Megatron's formats.
 
-    A distributed checkpoint has the arguments in its common part. In the older format they are
-    beside the weights of each rank, in a file that is mapped into memory: no weight is read.
+    A distributed checkpoint has the arguments in its common part. In the older format each rank's
+    file has them beside the weights; the file is mapped into memory, so no weight is read.
     """
     from megatron.core import dist_checkpointing
 

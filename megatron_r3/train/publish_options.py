@@ -16,7 +16,7 @@ class PublishOptions:
     """What is published, and when.
 
     Attributes:
-        directory: of the versions.
+        directory: has a folder for each version.
         interval: optimizer steps from one version to the next.
         like: the transformers directory whose config and tokenizer files a version gets.
         keep: how many versions stay; 0 keeps all.
@@ -57,7 +57,8 @@ class PublishOptions:
         if args.rollouts_publish_like is None:
             raise ValueError(
                 "--rollouts-publish needs --rollouts-publish-like HF_DIR, the transformers "
-                "directory with which training began: a policy gets its config and tokenizer"
+                "directory with which training began: its config and tokenizer files are copied "
+                "into each published policy"
             )
         like = Path(args.rollouts_publish_like)
         if not (like / "config.json").is_file():
@@ -78,7 +79,7 @@ def refuse_folder(option: str, folder: Path) -> None:
     """Refuse a folder in which nothing could be written later.
 
     Raises:
-        ValueError: the folder is a file, lies below one, or is not writable for this user.
+        ValueError: the folder is a file, lies below a file, or is not writable for this user.
     """
     there = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
     if not there.is_dir():
@@ -88,12 +89,12 @@ def refuse_folder(option: str, folder: Path) -> None:
 
 
 def version_name(version: int) -> str:
-    """The directory of a version: v000003."""
+    """The name of a version's folder; "v000003" for version 3."""
     return f"v{version:06d}"
 
 
 def published(directory: Path) -> list[int]:
-    """The versions that are there, ascending; empty if there is no such directory yet."""
+    """The versions whose folders are in a directory, ascending; empty without the directory."""
     if not directory.is_dir():
         return []
     found = (_NAME.fullmatch(path.name) for path in directory.iterdir())

@@ -1,7 +1,7 @@
 """The reference policy of a KL term: a pass over each collection, with weights of its own.
 
 The reference has the trainer's shape and layout. Its weights lie on the host, and change places
-with the trainer's for the pass. Its routers choose freely: routes are a policy's own.
+with the trainer's for the pass. The pass routes live, because the reference has routes of its own.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ class Reference(CollectionPass):
         self._away: list[Tensor] | None = None  # on the host: the weights that are not in use
 
     def begin(self, models: list[Any], forward_step: Callable[..., Any], collection: int) -> None:
-        """Run the pass over a collection, unless it ran. All ranks call this, outside of a step.
+        """Run the pass over a collection, unless it has run already.
+
+        All ranks call this together, outside of a step.
 
         Args:
             models: this rank's model chunks.
@@ -52,9 +54,9 @@ class Reference(CollectionPass):
 
     @contextmanager
     def _in_place(self, models: list[Any]) -> Iterator[None]:
-        """Inside the block the models are the reference; afterwards they are as before, bit by bit.
+        """Give the models the reference's weights inside the block, and their own back after it.
 
-        Optimizers do not notice: their own copies of the weights stay as they are.
+        The models' own weights come back bit by bit. The optimizers' copies are not touched.
         """
         finish_updates(models)
         here = _weights(models)
@@ -68,7 +70,7 @@ class Reference(CollectionPass):
 
 
 def _weights(models: list[Any]) -> list[Tensor]:
-    """What a checkpoint saves of the models: parameters, and buffers as the expert bias."""
+    """What a checkpoint saves of the models: parameters, and buffers such as the expert bias."""
     states = [unwrapped(model).state_dict(keep_vars=True) for model in models]
     found = {
         id(value): value

@@ -19,12 +19,13 @@ def refuse(message: str, speaks: bool | None = None, repeats: bool = True) -> No
 
     Usually all ranks find the same mistake, and one line is enough: one rank prints the line and
     exits at once, and then the launcher ends all ranks. The other ranks wait SILENCE_S before they
-    exit. A rank that is not ended in that time found a mistake of its own, and prints it too.
+    exit. If the launcher does not end a rank in that time, the rank has found a mistake that no
+    other rank has printed, and prints it.
 
     Args:
         message: what is wrong, what was expected, and what to do.
         speaks: whether this rank prints at once. None means the first rank of each node.
-        repeats: whether a rank that has waited prints too. False if all know the same mistake.
+        repeats: whether a rank that has waited prints too. False if all ranks know the mistake.
     """
     if speaks is None:
         speaks = os.environ.get("LOCAL_RANK", "0") == "0"
@@ -36,9 +37,9 @@ def refuse(message: str, speaks: bool | None = None, repeats: bool = True) -> No
 
 
 def refuse_beside_children(message: str, speaks: bool | None = None) -> NoReturn:
-    """As `refuse`, for a process with children: Python would wait for them, and they for Python.
+    """As `refuse`, for a process with children, which ends at once and without Python's clean-up.
 
-    Megatron's RL loop leaves its engine's coordinator in this way too (megatron/rl/rl_utils.py).
+    In the clean-up Python would wait for the children, and the children wait for this process.
     """
     with suppress(SystemExit):
         refuse(message, speaks)

@@ -1,8 +1,8 @@
 """A script's own forward step under --moe-router-replay without --rollouts.
 
-Such a script brings its own data, loss and routes, and enters `replaying(...)` around the model in
-its forward step. If it forgot to do so, every layer would route live although the option is on, and
-nothing would show that. So `refuse_silence` ends such a training.
+Such a script brings its own data, loss and routes, and must enter `replaying(...)` around the model
+in its forward step. Without that, every layer routes live although the option is on, and no number
+in the log shows it. So `refuse_silence` ends a training whose script does not enter `replaying`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ ForwardStep = Callable[..., Any]
 
 
 def refuse_silence(forward_step: ForwardStep) -> ForwardStep:
-    """Wrap a forward step: each training pass of it must say which routes it takes.
+    """Wrap a forward step so that a training pass which does not say its routes ends the training.
 
-    A pass does so by entering `replaying` or `recording`, or by `begin` (`replay/active.py`). For a
-    micro-batch without routes it enters `replaying(None)`. Evaluation routes live, unchecked.
+    A pass says its routes by entering `replaying` or `recording`, or by `begin`
+    (`replay/active.py`); for a micro-batch without routes it enters `replaying(None)`. Passes of
+    evaluation are not checked.
 
     Args:
         forward_step: Megatron's, called with the data iterator and the model chunk.

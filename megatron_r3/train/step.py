@@ -1,8 +1,7 @@
 """The forward step on rollouts: a batch, its routes, the policy loss.
 
-Megatron's schedules call `RolloutStep` for each micro-batch of each model chunk. What belongs to a
-model chunk (its layers, its plans, the policies that it has accepted) is made when the chunk is
-first used, in one place: `RolloutStep._equip`.
+Megatron's schedules call `RolloutStep` for each micro-batch of each model chunk. The objects that
+belong to a model chunk (`_Chunk`) are made when the chunk is first used, by `RolloutStep._equip`.
 
 Shape suffixes (docs/glossary.md): B, S, T, V.
 """
@@ -50,7 +49,7 @@ from megatron_r3.train.witness import DispatchWitness
 
 @dataclass(frozen=True)
 class Parts:
-    """The classes that a training is made of. A proof or a benchmark passes its own subclasses."""
+    """The classes whose objects a RolloutStep makes; a proof or a benchmark passes subclasses."""
 
     preparer: type[Preparer] = Preparer
     planner: type[Planner] = Planner
@@ -60,13 +59,13 @@ class Parts:
 
 
 class StepHook(Protocol):
-    """What a training calls before each step and after the last: publishing (loop/publish.py)."""
+    """What a training calls before each step and after the last step (`loop/publish.py`)."""
 
     def begin(self, models: list[Any], iteration: int) -> None:
-        """Before the forward passes of a step, on all ranks."""
+        """Called once the checkpoint is loaded, and before each step's passes, on all ranks."""
 
     def end(self, iteration: int) -> None:
-        """After the last step, on all ranks."""
+        """Called after the last step, on all ranks."""
 
 
 @dataclass
@@ -75,8 +74,10 @@ class _Chunk:
 
     Attributes:
         number: 0, 1, ... in the order in which chunks were first used.
-        routes: makes the routes of the chunk's micro-batches; None if it has none to replay or
-            compare.
+        routes: makes the routes of the chunk's micro-batches; None if the store's routes do not fit
+            the model.
+        preparer: prepares the chunk's micro-batches.
+        policies: checks the policies of the rollouts that the chunk uses.
         has_plans: whether one of the chunk's iterators brings dispatch plans already.
     """
 
@@ -96,11 +97,11 @@ class RolloutStep:
         progress: how far the training is.
         ledger: which rollouts the training has used.
         evaluate: the script's own forward step, used for evaluation.
-        observe: where training routes live, called with each router and its layer number; gives the
-            router a hook that compares its choice with the record.
-        hooks: called before each step, and after the last one.
-        reference: of the KL term; None without one.
-        parts: the classes that the training is made of; None for those of `Parts`.
+        observe: called with a router without a hook, and its layer number; gives the router a hook
+            that compares its live choice with the recorded routes.
+        hooks: called before each step, and after the last step.
+        parts: the classes whose objects are made; None for those of `Parts`.
+        reference: the reference policy of the KL term; None without a KL term.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class RolloutStep:
     def __call__(
         self, data_iterator: Iterator[dict[str, Tensor]], model: Any, *more: Any, **kwargs: Any
     ) -> Any:
-        """The output and the loss function of the next micro-batch."""
+        """Run the next micro-batch's forward pass; return the output and its loss function."""
         if not model.training:
             return self._evaluate(data_iterator, model, *more, **kwargs)
         assert not more, f"unexpected arguments of a forward step: {more} {kwargs}"
@@ -161,13 +162,13 @@ class RolloutStep:
 
     @property
     def passes(self) -> list[CollectionPass]:
-        """The passes that run over each collection."""
+        """The passes over each collection: of the old policy, of the reference, of both or none."""
         return [one for one in (self.old_pass, self.reference) if one is not None]
 
     def begin(self, models: list[Any]) -> None:
-        """Before a step: call the hooks, and run the passes over a new collection.
+        """Call the hooks; if the step begins a collection, run the passes over the collection.
 
-        All ranks call this before the forward passes.
+        All ranks call this before the forward passes of a step.
         """
         schedule = self.options.use.schedule
         place = schedule.place(self.ledger.consumed() // schedule.batch)
@@ -182,7 +183,7 @@ class RolloutStep:
     def _old_forward(
         self, data_iterator: Iterator[dict[str, Tensor]], model: Any
     ) -> tuple[Any, Callable[..., Any]]:
-        """The forward step of the old-policy pass; replays the rollouts' routes if updates do."""
+        """The forward step of the old policy's pass, which replays routes if the updates do."""
         assert self.old_pass is not None
         module = unwrapped(model)
         chunk = self._chunk(module)
@@ -190,7 +191,7 @@ class RolloutStep:
         chunk.policies.check(prepared.rollouts)
         routes, microbatch = prepared.routes, None
         replays = self.options.replays_routes
-        # OBSERVE makes a live pass order experts as in the update; a fused router always does so.
+        # OBSERVE has a live pass order experts as the update does; a fused router needs no OBSERVE.
         fused = not replays and getattr(module.config, "moe_router_fusion", False)
         if routes is not None and chunk.routes is not None and not fused:
             microbatch = chunk.routes.activate(
@@ -212,11 +213,11 @@ class RolloutStep:
         return self.reference.forward(model, prepared, self._policy(prepared))
 
     def check(self, models: list[Any]) -> None:
-        """Check a step after its last backward pass; ends training if there is a fault."""
+        """Check a step after its last backward pass; a fault ends the training."""
         self._guard.check(models, self.progress.iteration + 1, self._digest_of_used_shards())
 
     def log(self, iteration: int, writer: Any, wandb_writer: Any, beside: dict[str, float]) -> str:
-        """After a step: log it, and if it was the last, end the hooks. See `StepMetrics.log`."""
+        """Log a step (see `StepMetrics.log`); after the last step, end the hooks."""
         text = self.metrics.log(iteration, writer, wandb_writer, beside)
         if iteration == self.progress.last_iteration:
             for hook in self.hooks:
@@ -225,7 +226,7 @@ class RolloutStep:
 
     @cached_property
     def _has_routes(self) -> bool:
-        """Whether the store's routes fit the model; with --rollouts-policy any they may not."""
+        """Whether the store's routes fit the model, which --rollouts-policy any does not demand."""
         options = self.options
         return bool(options.num_experts) and not options.shape_differences(self.store.info)
 
@@ -233,11 +234,11 @@ class RolloutStep:
         return self._chunks.get(module) or self._equip(module)
 
     def _equip(self, module: torch.nn.Module) -> _Chunk:
-        """Make what belongs to a model chunk, and put hooks into what is measured or changed."""
+        """Make the `_Chunk` of a model chunk, and put hooks into its routers, experts and loss."""
         options, routes = self.options, None
         routers = local_routers(module) if self._has_routes else {}
         for number, router in routers.items():
-            if router.router_replay is None:  # training routes live: the router only observes
+            if router.router_replay is None:  # --moe-router-replay is off
                 self._observe(router, number)
         if self._has_routes:
             routes = ModelRoutes(
@@ -265,14 +266,14 @@ class RolloutStep:
         return chunk
 
     def _next(self, data_iterator: Any, chunk: _Chunk) -> Prepared:
-        """The next micro-batch, prepared ahead where Megatron's own iterator brings it.
+        """The next micro-batch; a Lookahead prepares it if it comes from a RerunDataIterator.
 
         The Lookahead goes inside Megatron's RerunDataIterator, which keeps what it hands out: a
         step that is run again gets the same prepared micro-batches.
 
-        Only the first such iterator of a chunk gets dispatch plans. Two of them would gather in one
-        process group from two threads, in an order that differs from rank to rank. Other iterators
-        work without plans: the dispatchers then learn their sizes on the device.
+        Only the first RerunDataIterator of a chunk gets dispatch plans. With two of them, two
+        threads would gather in one process group, in an order that differs from rank to rank.
+        Without plans the dispatchers learn their sizes on the device.
         """
         from megatron.core.rerun_state_machine import RerunDataIterator
 
@@ -289,13 +290,14 @@ class RolloutStep:
         return chunk.preparer.prepare(item, with_plan=False)
 
     def _microbatch(self, chunk: _Chunk, prepared: Prepared) -> MicrobatchRoutes | None:
-        """What the routers take or compare with; None where they do neither."""
+        """The routes that the routers take, or compare with; None if they do neither."""
         routes, options = prepared.routes, self.options
         if routes is None or chunk.routes is None:
             return None
         tally = None
         if self._measures():
-            # Counted are response tokens with a recorded route, watched are prompts as well.
+            # Watched are the tokens with a recorded route, counted are those whose next token was
+            # sampled.
             order = self._layout.router_order
             places = Places.of(prepared.batch, order)
             watched_T = routes.recorded_T
@@ -311,15 +313,13 @@ class RolloutStep:
             self.metrics.add(chunk.number, microbatch, places)
             if self._witness is not None:
                 source_T = self._layout.router_order(prepared.batch["source"]).numpy()
-                if not replays:  # what routes live is compared with the rollouts
+                if not replays:  # all tokens are compared with the routes of their rollouts
                     source_T = np.full_like(source_T, SOURCES.index("rollout"))
                 self._witness.watch(microbatch, routes.rows_T, source_T)
         return microbatch
 
     def _measures(self) -> bool:
-        """Whether this iteration compares with live routing. The first iteration of a run does,
-        unless the interval is 0.
-        """
+        """Whether this iteration measures the mismatch, as the first iteration of a run does."""
         iteration, interval = self.progress.iteration, self.options.mismatch_interval
         if self._first_iteration is None:
             self._first_iteration = iteration
@@ -349,7 +349,8 @@ class RolloutStep:
 
         Args:
             batch, host: the batch on the device, and on the host.
-            policy: how the model was to compute the log-probs.
+            policy: how the model computed the log-probs.
+            output_BS: the model's output: minus the log-probs, and entropies if `policy` says so.
         """
         policy.check_used()
         from megatron.core.rerun_state_machine import get_rerun_state_machine
@@ -382,7 +383,7 @@ class RolloutStep:
         return loss, count, report
 
     def _old_logprobs(self, batch: dict[str, Tensor], host: dict[str, Tensor]) -> Tensor | None:
-        """The old policy's log-probs `[B, S]`; None: those of this very pass, so the ratio is 1."""
+        """The old policy's log-probs `[B, S]`; None if the pass of this step computes them."""
         if not self.options.trainer_is_old:
             return batch["sampled_logprobs"]
         if self.old_pass is None:
@@ -390,11 +391,11 @@ class RolloutStep:
         return self.old_pass.logprobs(host).cuda(non_blocking=True)
 
     def _digest_of_used_shards(self) -> int:
-        """A digest, 52 bits long, of the shards whose rollouts were used until now, in order.
+        """A 52-bit digest of the shards used up to this step; of all shards if the store is fixed.
 
-        A store that does not grow counts as used whole. In one that grows, ranks may know different
-        numbers of shards, but the used shards must be the same on all ranks. The digest has 52 bits
-        because the ranks compare it in float64, which is exact up to 2**53.
+        In a store that grows, ranks may know different numbers of shards, but the used shards must
+        be the same on all ranks. The digest has 52 bits because the ranks compare it in float64,
+        which is exact up to 2**53.
         """
         from megatron.core import mpu
         from megatron.core.num_microbatches_calculator import get_num_microbatches
@@ -404,7 +405,7 @@ class RolloutStep:
             samples = get_num_microbatches() * self.options.micro_batch_size
             used = self.ledger.used(samples * mpu.get_data_parallel_world_size())
             try:
-                store.wait_for(used - 1)  # another rank has used it, so it is there
+                store.wait_for(used - 1)  # another rank has used this rollout, so it is there
             except StoreError as error:
                 refuse(str(error))
             self.ledger.note()
@@ -413,7 +414,7 @@ class RolloutStep:
 
 
 def _message_of(error: StoreError) -> str:
-    """The message of an error, also of one that a dataloader worker raised.
+    """The message of an error that this process or a dataloader worker raised.
 
     torch raises a worker's exception again with the worker's whole traceback as its text:
     "Caught StoreError in DataLoader worker process 0.\\nOriginal Traceback ...\\n

@@ -1,7 +1,7 @@
 """What the policy update of one step did: sums over tokens and rollouts, reduced over all ranks.
 
-Every value comes from sums and maxima over all ranks; the formulas are in docs/metrics.md.
-The sums stay on the device until the step is logged, so nothing waits before that.
+The formulas are in docs/metrics.md. The sums stay on the device until the step is logged, so
+nothing waits for the device before.
 
 Shape suffixes (docs/glossary.md): B, M, S.
 """
@@ -20,7 +20,7 @@ from megatron_r3.train.schedule import SOURCES
 
 Sums = dict[str, Tensor]
 
-# Each value is the quotient of two sums. `tokens` are response tokens.
+# For each value the two sums whose quotient it is. The sum `tokens` counts response tokens.
 _MEANS = {
     "loss": ("loss sum", "loss count"),
     "reward mean": ("reward", "rollouts"),
@@ -67,7 +67,7 @@ class UpdateMetrics:
 
         Args:
             update: what the loss of the micro-batch was computed from.
-            entropy_BS: of the policy's distribution, where it was measured.
+            entropy_BS: the entropy of the policy's distribution; None if it was not measured.
             batch, host: the batch on the device, and on the host.
         """
         with torch.no_grad():
@@ -90,11 +90,9 @@ class UpdateMetrics:
             self._largest.append(torch.stack([value.double() for value in largest]))
 
     def values(self, device: torch.device) -> dict[str, float]:
-        """Return the values of the step, the same on all ranks, and forget the step.
+        """Return the values of the step by name, the same on all ranks, and forget the step.
 
-        All ranks call this function together.
-
-        Empty where no rank added a micro-batch.
+        All ranks call this function together. The result is empty if no rank had a response token.
         """
         sums = torch.zeros(len(_NAMES), dtype=torch.float64, device=device)
         largest = torch.full((len(_LARGEST),), -math.inf, dtype=torch.float64, device=device)
@@ -115,7 +113,7 @@ class UpdateMetrics:
             values["effective sample size"] = of["weight"] ** 2 / (of["tokens"] * of["weight2"])
         for name in ("trainer", "sampler"):
             values[f"{name} perplexity"] = math.exp(min(of[f"{name} nll"] / of["tokens"], 700.0))
-        values["tokens"] = of["routed"]  # prompts included, on each rank that has them
+        values["tokens"] = of["routed"]  # prompts too; a token counts on each rank that has it
         ends = dict(zip(_LARGEST, largest.tolist(), strict=True))
         newest, oldest = ends.pop("newest version"), -ends.pop("minus oldest version")
         lag = {
@@ -126,7 +124,7 @@ class UpdateMetrics:
 
 
 def _of_tokens(update: Update, clip: Clip) -> Sums:
-    """Sums over the response tokens of this rank."""
+    """Sums over the response tokens of a micro-batch on this rank."""
     terms, mask_BS = update.terms, update.terms.mask_BS
     on_BS = mask_BS > 0
     weight_BS = update.corrected.weight_BS * mask_BS
@@ -139,7 +137,7 @@ def _of_tokens(update: Update, clip: Clip) -> Sums:
         "weight": weight_BS.sum(),
         "weight2": (weight_BS**2).sum(),
         "left_out": (mask_BS - update.corrected.mask_BS).sum(),
-        # E[rho^2] - 1 under the sampler
+        # E[rho^2] - 1 under the sampler, with rho = p_trainer / p_sampler
         "chi2": torch.where(on_BS, torch.expm1(2 * log_rho_BS), 0.0).sum(),
         "trainer nll": -torch.where(on_BS, terms.logprobs_BS, 0.0).sum(),
         "sampler nll": -torch.where(on_BS, terms.sampled_logprobs_BS, 0.0).sum(),
@@ -164,7 +162,11 @@ def _of_rollouts(update: Update, batch: dict[str, Tensor]) -> Sums:
 
 
 def _on_host(host: dict[str, Tensor], batch: dict[str, Tensor]) -> Sums:
-    """The sums that the host knows: versions that sampled tokens, and whose routes they take."""
+    """Sums of values on the host, moved to the device of `batch`.
+
+    `source NAME` is how many tokens take routes of a source, `routed` how many tokens there are,
+    and `version` the sum of the policy versions that sampled response tokens.
+    """
     source = host["source"][host["rows"] >= 0]
     counts = torch.bincount(source, minlength=len(SOURCES))
     sums = {f"source {name}": count for name, count in zip(SOURCES, counts, strict=True)}
@@ -176,9 +178,10 @@ def _on_host(host: dict[str, Tensor], batch: dict[str, Tensor]) -> Sums:
 
 
 def _versions_at_the_ends(host: dict[str, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The newest version of the response tokens, and minus the oldest one, for a MAX over both.
+    """The newest policy version that sampled a response token, and minus the oldest version.
 
-    Both are -inf where the micro-batch has no response token on this rank.
+    The minus lets one MAX over ranks find the newest and the oldest version. Without a response
+    token in the micro-batch on this rank, both values are -inf.
     """
     version = host["version"][host["loss_mask"] > 0].double()
     none = version.new_full((1,), -math.inf)

@@ -17,13 +17,13 @@ from megatron_r3.train.losses.policy_loss import LOSSES, Clip
 from megatron_r3.train.option_table import flag, value
 from megatron_r3.train.schedule import Schedule, UseOfRollouts
 
-# Defaults from the papers: clip ranges, averages, and the bounds of corrections.
+# Defaults where a loss or a correction has its own: clip ranges, averages, bounds of w.
 _CLIP = {
     "gspo": Clip(3e-4, 4e-4),  # arXiv 2507.18071, section 5.1
     "cispo": Clip(1.0, 0.2),  # no lower bound: arXiv 2506.13585, section 3.1
 }
 _AGGREGATION = {"gspo": "sequence-mean"}  # arXiv 2507.18071, equation 5: all responses weigh alike
-_TRACKER = "latest_checkpointed_iteration.txt"  # Megatron's, in the folder of its checkpoints
+_TRACKER = "latest_checkpointed_iteration.txt"  # Megatron writes it into the folder of checkpoints
 _BOUNDS = {"tis": (0.0, 2.0), "icepop": (0.5, 5.0), "mask": (0.5, 2.0)}
 
 
@@ -65,7 +65,7 @@ def read_loss(args: Any) -> LossOptions:
 
 
 def _read_clip(args: Any, name: str) -> Clip:
-    """The bounds of the ratio; those that are not given are the usual ones of the loss."""
+    """The bounds of the ratio: those that were given, else the loss's own defaults."""
     usual = _CLIP.get(name, Clip())
     low = usual.low if args.rollouts_clip_eps is None else args.rollouts_clip_eps
     high = usual.high if args.rollouts_clip_eps is None else args.rollouts_clip_eps
@@ -84,7 +84,7 @@ def _read_clip(args: Any, name: str) -> Clip:
 
 
 def read_use(args: Any) -> UseOfRollouts:
-    """How Megatron's arguments, which `refuse_update` has checked, want the rollouts used."""
+    """The UseOfRollouts that Megatron's arguments ask for; `refuse_update` has checked them."""
     mini_steps, epochs = value(args, "rollouts_mini_steps"), value(args, "rollouts_epochs")
     return UseOfRollouts(
         args.seq_length,
@@ -97,7 +97,7 @@ def read_use(args: Any) -> UseOfRollouts:
 
 
 def refuse_update(args: Any) -> None:
-    """Refuse options of the update that could not do what they say.
+    """Refuse a seed, log file, reference or coefficient that could not do what its option says.
 
     Raises:
         ValueError: naming the options.
@@ -111,7 +111,7 @@ def refuse_update(args: Any) -> None:
 
 
 def _refuse_log(name: str | None) -> None:
-    """Refuse a log that the first step could not write."""
+    """Refuse a file for --rollouts-log that the first step could not write."""
     if name is None:
         return
     file = Path(name).resolve()
@@ -124,7 +124,7 @@ def _refuse_log(name: str | None) -> None:
 
 
 def _refuse_reference(name: str | None, saved: str | None) -> None:
-    """Refuse a folder without a policy, or whose newest policy changes while training runs."""
+    """Refuse a folder without a policy, or to which this training saves its checkpoints."""
     if name is not None and saved is not None and Path(name).resolve() == Path(saved).resolve():
         raise ValueError(
             f"--rollouts-reference {name}: it is the folder of --save, whose newest checkpoint a "
@@ -138,7 +138,7 @@ def _refuse_reference(name: str | None, saved: str | None) -> None:
 
 
 def reference_name(folder: str | None) -> str:
-    """The folder of a reference policy, and the iteration whose checkpoint is loaded, as text.
+    """The folder of a reference policy, and the iteration of its checkpoint, as text.
 
     A resume compares this text: "/models/base", or "/run/checkpoints (iteration 200)".
     """
@@ -171,7 +171,7 @@ def _refuse_shuffle(args: Any) -> None:
 
 
 def _read_aggregation(args: Any, loss: str) -> tuple[str, int]:
-    """How the loss of tokens is averaged, and what fixed-length divides by."""
+    """The name of the aggregation, and the number of tokens by which fixed-length divides."""
     usual = _AGGREGATION.get(loss, "token-mean")
     name, length = value(args, "rollouts_aggregation") or usual, args.rollouts_fixed_length
     if name == "fixed-length" and length is None and args.rollouts_pack:
@@ -183,7 +183,7 @@ def _read_aggregation(args: Any, loss: str) -> tuple[str, int]:
 
 
 def _refuse_other_divisor(args: Any, aggregation: str, correction: CorrectionOptions) -> None:
-    """Refuse other losses beside a policy loss that is not divided by all response tokens."""
+    """Refuse Megatron's own losses beside a policy loss that has another divisor than tokens."""
     others = _other_losses(args) if args.calculate_per_token_loss else []
     if not others:
         return
@@ -201,10 +201,11 @@ def _refuse_other_divisor(args: Any, aggregation: str, correction: CorrectionOpt
 
 
 def _other_losses(args: Any) -> list[str]:
-    """The options of Megatron's own losses, which it adds to the policy loss.
+    """The options that are on of the losses that Megatron adds to the policy loss.
 
-    With --calculate-per-token-loss a router's auxiliary loss, its z-loss and the loss of MTP layers
-    are multiplied by a number of tokens, because all gradients are divided by such a number later.
+    With --calculate-per-token-loss Megatron multiplies these losses (auxiliary losses and z-loss of
+    routers, the loss of MTP layers) by the number of tokens, because it later divides all gradients
+    by the sum of the divisors that the loss function returned.
     """
     names = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "mtp_loss_scaling_factor")
     z, mtp = (getattr(args, name, None) for name in names[1:])
@@ -219,7 +220,8 @@ def _other_losses(args: Any) -> list[str]:
 def _aux_coefficients(args: Any) -> list[tuple[str, float]]:
     """The kinds of load balancing that are asked for, each with its coefficient.
 
-    Both options are one value or a list. Megatron refuses lists of different lengths later.
+    Each of the two options is one value or a list. Megatron refuses lists of different lengths
+    later.
     """
     kinds = getattr(args, "moe_router_load_balancing_type", None) or []
     coefficients = getattr(args, "moe_aux_loss_coeff", None) or 0.0
@@ -243,7 +245,7 @@ def _read_correction(args: Any) -> CorrectionOptions:
 
 
 def _two(name: str, bounds: list[float]) -> tuple[float, float]:
-    """The lower and the upper bound. tis has an upper one alone."""
+    """The lower and the upper bound of w. For tis, which has no lower bound, the lower one is 0."""
     expected = 1 if name == "tis" else 2
     if len(bounds) != expected:
         what = "one number, the upper bound" if name == "tis" else "a lower and an upper bound"
@@ -252,7 +254,7 @@ def _two(name: str, bounds: list[float]) -> tuple[float, float]:
 
 
 def _import_losses(module: str) -> None:
-    """Import the user's module, which puts its losses into the table.
+    """Import the user's module, which registers its losses in LOSSES.
 
     Raises:
         ValueError: there is no such module, or it raises.

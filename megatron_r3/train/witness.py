@@ -1,8 +1,8 @@
-"""Watch what really reached each expert, after dispatch, and compare it with the record.
+"""Compare what reached each expert, after dispatch, with the recorded routes.
 
 A dispatcher moves hidden states without arithmetic, so a token's hidden state is recognised at the
-expert by its bytes: neither router nor replay is asked where a recorded token went. Two tokens
-with the same bytes are the same computation, so counting them as a multiset loses nothing.
+expert by its bytes. Neither router nor replay is asked where a token went. Two tokens with the same
+bytes get the same result from an expert, so it does not matter which of them arrived.
 
 Shape suffixes (docs/glossary.md): H, I, K, L, P, T.
 """
@@ -39,7 +39,7 @@ class Watched(NamedTuple):
         rows_T: row ids, in the router's order.
         source_T: whose routes each token takes, an index of `SOURCES`.
         tokens: the indices of the tokens that take a recorded route of their rollout, int64.
-        ids_LTK: the routes of these tokens, of all MoE layers of the store.
+        ids_LTK: the routes of these tokens alone, in all MoE layers of the store.
     """
 
     rows_T: np.ndarray
@@ -55,17 +55,17 @@ class Records(Protocol):
     def info(self) -> MoEShape: ...  # noqa: D102
 
     def locate(self, row: int) -> tuple[int, int]:
-        """The rollout of a row, and the token."""
+        """The index of the rollout with this row id, and the token's index in the rollout."""
 
     def rollout(self, index: int) -> Rollout:
-        """A rollout with its routes."""
+        """The rollout of this index, with its routes."""
 
 
 class Counter(Protocol):
-    """What counts the pairs: `StepMetrics`, or the replay of Megatron's RL loop."""
+    """What counts (token, expert) pairs: `StepMetrics`, or the replay of Megatron's RL loop."""
 
     def add_dispatched(self, matched: int, total: int) -> None:
-        """Count pairs: those that reached the recorded expert, and all of them."""
+        """Count the pairs that reached the recorded expert, and all pairs."""
 
 
 def row_hashes(hidden_TH: Tensor) -> np.ndarray:
@@ -94,12 +94,12 @@ def matches(
         ignored: pairs of padding and missing tokens, as they were sent.
         received: what the experts got.
         weightless: the pairs of `received` with weight 0: padding of a sequence, or what fills an
-            expert up for quantization. Such a pair is left out where it was not recorded.
+            expert up for quantization. A weightless pair is left out if it was not recorded.
 
     Returns:
-        How many recorded pairs arrived, and how many were recorded or, if those are more, arrived.
-        Example: expected {a, a, b}, ignored {c}, received {a, b, b, c, d}, weightless {d}: without
-        c and d, {a, b, b} arrived. a and b match once each, so the result is (2, 3).
+        How many recorded pairs arrived; and how many pairs were recorded, or how many arrived if
+        more arrived. Example: expected {a, a, b}, ignored {c}, received {a, b, b, c, d}, weightless
+        {d}: without c and d, {a, b, b} arrived. a and b match once each, so the result is (2, 3).
     """
     # Each pair becomes one number, which sorts 17 times faster: hash + expert * an odd number,
     # modulo 2^64. Different pairs have the same number as rarely as rows have the same hash.
@@ -121,8 +121,8 @@ class DispatchWitness:
 
     Args:
         store: the record of the rollouts.
-        old: the record of the old policy. None: there is none, so nothing is expected of the tokens
-            that would take its routes.
+        old: the record of the old policy. None if there is none: tokens that take the old policy's
+            routes are then not compared.
     """
 
     def __init__(self, store: Records, old: OldPolicy | None = None) -> None:
@@ -132,11 +132,11 @@ class DispatchWitness:
     def watch(self, microbatch: MicrobatchRoutes, rows_T: np.ndarray, source_T: np.ndarray) -> None:
         """Watch this microbatch.
 
-        The routes are read rollout by rollout. Replay reads them with other code, so a fault of
-        that code shows here.
+        The routes are read rollout by rollout, by other code than that of replay, so that a fault
+        of replay's reading shows here.
 
         Args:
-            rows_T, source_T: see `Watched`; nothing is expected of a token that routes live.
+            rows_T, source_T: see `Watched`. Tokens that route live are not compared.
         """
         places: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for token in np.flatnonzero((source_T == _ROLLOUT) & (rows_T != PADDING)).tolist():
@@ -158,7 +158,11 @@ class DispatchWitness:
         self.watched[microbatch] = Watched(rows_T, source_T, np.concatenate(tokens), ids_LTK)
 
     def attach(self, model: torch.nn.Module, result: Counter) -> None:
-        """Put hooks before dispatch and before the experts of every MoE layer of a model chunk."""
+        """Put hooks before dispatch and before the experts of every MoE layer of a model chunk.
+
+        Args:
+            result: gets the counts of each pass.
+        """
         for number, layer in local_moe_layers(model).items():
             self._attach_layer(number, layer, result)
 
@@ -191,8 +195,8 @@ class DispatchWitness:
                 result.add_dispatched(*matches(expected, ignored, received, received[weightless_P]))
 
         def before_guests(hidden_PH: Tensor, counts: Tensor, experts: list[int]) -> None:
-            # Guests compute tokens of this rank's experts elsewhere, and of other ranks' experts
-            # here. So what was received is gathered too.
+            # Tokens of this rank's experts may be computed by guests on other ranks, so the pairs
+            # that were received are gathered as well.
             if "pairs" in sent:
                 pairs = (*sent.pop("pairs"), _received(hidden_PH, counts, experts))
                 expected, ignored, received = _of_experts(own, dispatcher.tp_ep_group, *pairs)
@@ -205,7 +209,11 @@ class DispatchWitness:
             guests.watchers.append(before_guests)
 
     def _recorded(self, number: int, watched: Watched) -> tuple[np.ndarray, np.ndarray]:
-        """The recorded tokens, and their routes in this layer; the old policy's come last."""
+        """The tokens with a recorded route, and these routes in one layer; the old policy's last.
+
+        Args:
+            number: of the layer.
+        """
         trace = self.store.info.moe_layers.index(number - 1)
         tokens, ids_TK = watched.tokens, watched.ids_LTK[trace]
         rows_T = watched.rows_T
@@ -222,12 +230,12 @@ def _others(
     routing_map: Tensor,
     expert_I: np.ndarray | None,
 ) -> np.ndarray:
-    """The pairs of this rank's other tokens, as the routing map sends them.
+    """The pairs of this rank's tokens without a recorded route, as the routing map sends them.
 
     Args:
-        recorded: the tokens that are left out.
-        expert_I: the expert that each column of the map stands for, as with guests; None if column
-            i is expert i.
+        recorded: the tokens with a recorded route, which are left out.
+        expert_I: with guests the expert that each column of the map stands for; None if column i is
+            expert i.
     """
     token_P, column_P = np.nonzero(routing_map.detach().cpu().numpy())
     other_P = ~np.isin(token_P, recorded)
@@ -241,7 +249,7 @@ def _received(hidden_PH: Tensor, tokens_per_expert: Tensor, experts: list[int]) 
 
 
 def _of_experts(experts: list[int], group: Any, *pairs: np.ndarray) -> list[np.ndarray]:
-    """Gather the pairs of all ranks of the group, and keep those of these experts."""
+    """Gather the pairs of all ranks of the group, and keep those whose expert is in `experts`."""
     gathered: list[Any] = [None] * group.size()
     torch.distributed.all_gather_object(gathered, pairs, group=group)
     of_all = (np.concatenate(parts) for parts in zip(*gathered, strict=True))
