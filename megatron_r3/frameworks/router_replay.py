@@ -12,7 +12,7 @@ how the block runs:
     no action         as without this import
     RECORD            inside `recording()`; after the pass each router gets its recorded indices
     REPLAY_FORWARD    inside `replaying()`, with the targets of the block's routers
-    REPLAY_BACKWARD   not at all: an error
+    REPLAY_BACKWARD   does not run: an error
 
 A recompute reads no action: it takes the routes of its own forward pass (patch 2), whether the
 caller sets REPLAY_BACKWARD before the backward pass or not. So upstream's queue of targets for the
@@ -132,7 +132,7 @@ class BoundTargets:
 
     @property
     def has_routes(self) -> bool:
-        """Whether the caller can have routes for this router; False for an MTP router."""
+        """Whether rollouts have routes for this router; False for an MTP router."""
         return bool(self.__dict__["has_routes"])
 
     @has_routes.setter
@@ -275,7 +275,11 @@ def _forward_pass(block: Any, hooks: list[BoundTargets]) -> Iterator[None]:
 
 
 def _keep_recorded(hooks: list[BoundTargets], recorded: MicrobatchRoutes) -> None:
-    """Put each router's choice where upstream keeps it (`record_indices`)."""
+    """Give each router its recorded choice, by upstream's `record_indices`.
+
+    Raises:
+        ReplayError: a router has not recorded anything.
+    """
     silent = [hook.layer_number for hook in hooks if hook.layer_number not in recorded.ids]
     if silent:
         raise ReplayError(f"the routers of layers {silent} did not run, so nothing was recorded")

@@ -41,8 +41,8 @@ class RolloutDataset(torch.utils.data.Dataset):
     Args:
         store: the rollouts; none has more than `seq_length + 1` tokens.
         use: what the training does with the rollouts.
-        num_samples: how many samples training will draw; the dataset has at least one for each
-            rollout.
+        num_samples: how many samples training will draw. The dataset has at least `use.start`
+            samples plus one for each rollout.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class RolloutDataset(torch.utils.data.Dataset):
         - `tokens`, `labels` (tokens t and t + 1), `position_ids`, `rows`
         - `document`: the number of the rollout in the sample
         - `source`: whose routes token t takes, an index of `SOURCES`
-        - `turn`: to which turn token t + 1 belongs, from 0 on; -1 if it was not sampled
-        - `version`: which policy version sampled token t + 1; -1 if it was not sampled
+        - `turn`: to which turn token t + 1 belongs, from 0 on; -1 for a token that none sampled
+        - `version`: which policy version sampled token t + 1; -1 for a token that none sampled
 
         Of length `seq_length`, float32, about token t + 1:
         - `loss_mask`, `sampled_logprobs`, `advantages`
@@ -172,8 +172,8 @@ class RolloutDataset(torch.utils.data.Dataset):
         """Whether a rollout of a sample is too old to replay its own routes.
 
         The rollout's oldest span is compared with the newest span of any rollout up to the end of
-        the sample's collection. Later rollouts are not looked at, so all ranks find the same, also
-        in a store that grows.
+        the sample's collection. Later rollouts are not looked at, so all ranks get the same answer,
+        also in a store that grows.
         """
         if self.use.replay_max_lag is None:
             return False

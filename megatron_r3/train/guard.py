@@ -90,7 +90,7 @@ class StepGuard:
 
         Args:
             host: the batch on the host, with `rows` and `loss_mask`.
-            losses_BS: minus the trainer's log-probs, before they are bounded.
+            losses_BS: minus the trainer's log-probs.
             mask_BS: 1 on response tokens, else 0; on the device, as `losses_BS` and `loss` are.
             loss: the policy loss, a scalar.
         """

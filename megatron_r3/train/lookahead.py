@@ -82,7 +82,7 @@ class Preparer:
     def prepare(
         self, whole: dict[str, Tensor], with_plan: bool, for_old_pass: bool = False
     ) -> Prepared:
-        """This rank's part of a whole batch.
+        """This rank's part of a whole batch, with its routes and its dispatch plan.
 
         Args:
             with_plan: whether to plan the dispatch, where a dispatcher asks for a plan.

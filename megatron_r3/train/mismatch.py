@@ -52,7 +52,7 @@ class Places:
 
     @classmethod
     def of(cls, batch: dict[str, Tensor], router_order: Callable[[Tensor], Tensor]) -> Places:
-        """From this rank's part of a batch, `[B, S]`."""
+        """The Places of this rank's part of a batch."""
         names = ("position_ids", "turn", "version")
         return cls(*(router_order(batch[name]).numpy() for name in names))
 

@@ -27,7 +27,7 @@ from megatron_r3.train.refuse import refuse
 
 
 class OldPass(CollectionPass):
-    """Runs the pass when a collection begins; reads a record when a training resumes inside one."""
+    """Runs the pass at the start of a collection; in a resumed training it may read the record."""
 
     def __init__(self, options: RolloutOptions, store: RolloutStore, ledger: Ledger) -> None:
         super().__init__(options)

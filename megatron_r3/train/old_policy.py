@@ -52,7 +52,7 @@ class OldPolicy:
         self._route_tables: dict[int, _Table] = {}
 
     def begin(self, collection: int) -> None:
-        """Forget the record of the last collection, and begin that of another one."""
+        """Forget the record of the last collection, and begin the record of this one."""
         self.collection = collection
         self._logprobs, self._routes, self._route_tables = [], {}, {}
         self._logprob_table = _Table(np.zeros(0, np.int64), np.zeros(0, np.float32))
@@ -147,7 +147,7 @@ class OldPolicy:
         Args:
             rows: int64, sorted: the row ids that this rank will ask for.
             layers: whose routes this rank will ask for.
-            about: what the files must have as `about`.
+            about: must be equal to the `about` with which the files were written.
             number: names the pass. Files of other passes are ignored: an earlier training may have
                 left such files in the folder, for the same rollouts and from other weights.
 
@@ -202,7 +202,7 @@ class _Table:
         return cls(rows, np.concatenate([t.values for t in tables])[first])
 
     def only(self, rows: np.ndarray) -> _Table:
-        """A table of those of these rows that this table has."""
+        """The entries of this table whose row is in `rows`."""
         keep = np.isin(self.rows, rows)
         return _Table(self.rows[keep], self.values[keep])
 
@@ -256,8 +256,8 @@ def _tensors_of(file: Path, about: dict[str, str], number: str) -> dict[str, np.
             if told != about:
                 raise StoreError(
                     f"{file}: was written for other options or rollouts: "
-                    f"{_difference(told, about)}: give the options and rollouts of then, or begin "
-                    "anew with --finetune"
+                    f"{_difference(told, about)}: give the options and rollouts of the interrupted "
+                    "training again, or begin anew with --finetune"
                 )
             return {name: held.get_tensor(name) for name in held.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:

@@ -52,7 +52,7 @@ class RolloutOptions:
         replay: whether the MoE layers take the recorded experts (--moe-router-replay).
         any_policy: whether rollouts of another policy than the trainer's are taken.
         any_sampling: whether rollouts are taken whose sampling settings the loss cannot follow.
-        follow_s: seconds to wait for a rollout of a store that grows; None for one that does not.
+        follow_s: seconds to wait for a rollout of a store that grows; None for a fixed store.
         checks_as_read: whether each rank checks what it reads, as it reads it, instead of a check
             of the whole store before training.
         max_lag: how many versions a rollout's policy may be behind the newest version; None for
@@ -62,7 +62,7 @@ class RolloutOptions:
         trainer_is_old: whether the trainer, at the start of a collection, is the old policy; else
             the sampler is.
         use: in which order the rollouts are used, their advantages, whose routes they take.
-        save_directory, load_directory: of checkpoints; None where there is none.
+        save_directory, load_directory: --save and --load; None if the option is not given.
         checkpoint_directories: all directories in which a checkpoint of this training may lie.
         publish: what is published for a sampler; None for nothing.
         log_file: the file to which each step appends a JSON line; None for none.
@@ -82,7 +82,7 @@ class RolloutOptions:
         per_token_loss: --calculate-per-token-loss.
         validate_loss: whether Megatron's rerun machine looks at the loss.
         scaled_loss: whether the loss is scaled (fp16), so that Megatron itself skips steps whose
-            gradients are infinite.
+            gradients are not finite.
         sample_order: what decides which rollouts a sample of the training has, as text.
         reference: the folder of the reference policy, and its iteration; empty without one.
         reads_a_dataset: whether --data-path or --mock-data is given.
@@ -154,7 +154,7 @@ class RolloutOptions:
 
     @property
     def needs_old_pass(self) -> bool:
-        """Whether the old policy runs a pass over each collection, before the first update on it.
+        """Whether a pass of the old policy runs over each collection, before its first update.
 
         With one update on a collection no pass is needed: the update itself runs with the weights
         of the old policy, so the update's own log-probs and live routes are the old policy's.

@@ -1,4 +1,4 @@
-"""Refuse rollouts of a policy that is not the one from which training starts.
+"""Refuse rollouts of another policy than the policy from which training starts.
 
 Each shard has digests of the sampler's routers (`megatron_r3.data.fingerprint`). When a rollout
 with new digests is first used, its digests are compared with those of this rank's own routers.

@@ -32,7 +32,7 @@ class PublishOptions:
         """Read Megatron's arguments; None if nothing is published.
 
         Raises:
-            ValueError: naming the option.
+            ValueError: an option is missing or impossible; the message names the option.
         """
         if args.rollouts_publish is None:
             return None

@@ -37,7 +37,7 @@ def refuse(message: str, speaks: bool | None = None, repeats: bool = True) -> No
 
 
 def refuse_beside_children(message: str, speaks: bool | None = None) -> NoReturn:
-    """As `refuse`, for a process with children, which ends at once and without Python's clean-up.
+    """End a process that has children, as `refuse` does, but without Python's clean-up.
 
     In the clean-up Python would wait for the children, and the children wait for this process.
     """

@@ -1,8 +1,8 @@
 """A script's own forward step under --moe-router-replay without --rollouts.
 
 Such a script brings its own data, loss and routes, and must enter `replaying(...)` around the model
-in its forward step. Without that, every layer routes live although the option is on, and no number
-in the log shows it. So `refuse_silence` ends a training whose script does not enter `replaying`.
+in its forward step. Otherwise every layer routes live although the option is on, and nothing in
+the log shows this. So `refuse_silence` ends a training whose script does not enter `replaying`.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def matches(
 
     Args:
         expected: pairs of recorded tokens, as the store says.
-        ignored: pairs of padding and missing tokens, as they were sent.
+        ignored: pairs of padding and of tokens without a recorded route, as they were sent.
         received: what the experts got.
         weightless: the pairs of `received` with weight 0: padding of a sequence, or what fills an
             expert up for quantization. A weightless pair is left out if it was not recorded.

@@ -79,7 +79,7 @@ def policy_loss_named(name: str) -> Callable[[PolicyLoss], PolicyLoss]:
 
 
 class LossError(ValueError):
-    """A loss that cannot be trained with; the message names the loss, its module and what to do."""
+    """A loss that cannot be trained with; the message names the loss, its module and the fault."""
 
 
 _looked_at: set[str] = set()  # the losses whose gain was checked once
