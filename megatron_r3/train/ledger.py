@@ -22,7 +22,7 @@ from megatron_r3.data.digest import short_digest
 from megatron_r3.data.store.reader import RolloutStore
 from megatron_r3.data.store.schema import StoreError, StoreInfo
 from megatron_r3.train.options import RolloutOptions
-from megatron_r3.train.progress import Progress
+from megatron_r3.train.progress import MegatronProgress
 
 
 def policy_name(info: StoreInfo) -> str:
@@ -41,7 +41,9 @@ class Ledger:
         old_pass: the number of the last pass of the old policy; empty before the first one.
     """
 
-    def __init__(self, options: RolloutOptions, progress: Progress, store: RolloutStore) -> None:
+    def __init__(
+        self, options: RolloutOptions, progress: MegatronProgress, store: RolloutStore
+    ) -> None:
         self.options, self.progress, self.store = options, progress, store
         self.start = 0
         self.entries: list[dict[str, Any]] = []

@@ -8,40 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 Entries = list[dict[str, Any]]  # what `megatron_r3.train.ledger` writes
 
 
-class Progress(Protocol):
-    """What a training on rollouts asks of the trainer while the training runs.
-
-    Attributes:
-        iteration: the iteration that runs, from 0.
-        last_iteration: how many iterations the whole training has.
-        consumed_samples: how many samples the finished iterations have used.
-    """
-
-    @property
-    def iteration(self) -> int: ...  # noqa: D102
-
-    @property
-    def last_iteration(self) -> int: ...  # noqa: D102
-
-    @property
-    def consumed_samples(self) -> int: ...  # noqa: D102
-
-    def remember(self, entries: Entries) -> None:
-        """Put the entries into every checkpoint from now on."""
-
-    def remembered(self) -> Entries:
-        """The entries of the checkpoint that was loaded; empty if it has none."""
-
-
 class MegatronProgress:
-    """The progress of `megatron.training`.
+    """How far a training of `megatron.training` is.
 
     Args:
         args: Megatron's arguments, which it updates while it trains.

@@ -40,7 +40,7 @@ from megatron_r3.train.old_pass import OldPass
 from megatron_r3.train.options import RolloutOptions
 from megatron_r3.train.policy_check import PolicyCheck, speaks_for_stage
 from megatron_r3.train.policy_head import KeptTokens, Policy, install
-from megatron_r3.train.progress import Progress
+from megatron_r3.train.progress import MegatronProgress
 from megatron_r3.train.reference_policy import Reference
 from megatron_r3.train.refuse import refuse
 from megatron_r3.train.schedule import SOURCES
@@ -108,7 +108,7 @@ class RolloutStep:
         self,
         options: RolloutOptions,
         store: RolloutStore,
-        progress: Progress,
+        progress: MegatronProgress,
         ledger: Ledger,
         evaluate: Callable[..., Any],
         observe: Callable[[Any, int], None],
