@@ -195,8 +195,8 @@ class Ledger:
         if self.options.sample_order.startswith("cyclic"):
             raise StoreError(
                 f"{where}: another store than the checkpoint's, with --dataloader-type cyclic: the "
-                "rest of a shuffled epoch would be drawn from it, some rollouts twice and some "
-                "never; use --dataloader-type single, or begin anew with --finetune"
+                "rest of a shuffled epoch would be drawn from this store, some rollouts twice and "
+                "some never; use --dataloader-type single, or begin anew with --finetune"
             )
         if self.options.any_policy:
             return

@@ -103,7 +103,10 @@ def check_use(options: RolloutOptions, store: RolloutStore) -> None:
             one of its group, so that every advantage is 0.
     """
     if options.replays_rollouts and not store.recorded_share():
-        raise ValueError(f"{options.where}: no token has recorded routes to replay")
+        raise ValueError(
+            f"{options.where}: no token has recorded routes to replay: sample with an engine that "
+            "returns routes, or leave --moe-router-replay out"
+        )
     name, alone = options.use.advantages, int(store.groups().max()) + 1 == len(store)
     # A store that grows may begin with one rollout alone, if the group's other samples failed.
     if name != STORED and alone and (len(store) > 1 or options.follow_s is None):

@@ -72,12 +72,12 @@ OPTIONS = (
         )),
     Option("rollouts_loss", "`grpo`, `gspo`, `cispo`, or a loss of `--rollouts-loss-module`",
         default="grpo", metavar="NAME"),
-    Option("rollouts_loss_module", "a Python module that registers losses of its own",
+    Option("rollouts_loss_module", "a Python module that registers losses",
         metavar="MODULE"),
     Option("rollouts_clip_eps",
         "the ratio r is clipped to 1 - EPS and 1 + EPS; 1: no lower bound",
         usual="0.2; gspo 0.0003; cispo 1", metavar="EPS", kind=float),
-    Option("rollouts_clip_eps_high", "the upper end of the clip range alone",
+    Option("rollouts_clip_eps_high", "the ratio is clipped to at most 1 + EPS",
         usual="that of `--rollouts-clip-eps` if given; else 0.2; gspo 0.0004", metavar="EPS",
         kind=float),
     Option("rollouts_dual_clip", "a token with a negative advantage A loses at most C |A|",
@@ -164,8 +164,8 @@ OPTIONS = (
         "refuse rollouts that were not sampled plainly, or accept them", default="plain",
         choices=("plain", "any")),
     Option("rollouts_max_lag",
-        "refuse rollouts more than N policy versions older than the newest of the whole "
-        "store", metavar="N", kind=int, least=0, of="policy versions"),
+        "refuse rollouts more than N policy versions older than the newest of the store",
+        metavar="N", kind=int, least=0, of="policy versions"),
     Option("rollouts_follow", "the store grows: wait up to SECONDS (3600) for the next rollout",
         usual="off", metavar="SECONDS", kind=float, nargs="?", const=3600.0, least=0,
         of="seconds",
@@ -176,7 +176,7 @@ OPTIONS = (
                 "there"),
         )),
     Option("rollouts_check",
-        "check all of the store before training, each rank its share; or only [what is "
+        "check the whole store before training, each rank its share; or only [what is "
         "read, as it is read](scale.md#what-is-checked-when), as with `--rollouts-follow`",
         default="store", choices=("store", "reads")),
     Option("rollouts_pack", "pack rollouts into sequences of `--seq-length` (THD)", default=False,
@@ -186,7 +186,7 @@ OPTIONS = (
     Option("moe_router_replay_source", "whose routes are replayed; `live`: none",
         default=SOURCES[0], choices=tuple(SOURCES), needs=(_REPLAY,)),
     Option("moe_router_replay_max_lag",
-        "rollouts more than N versions behind take the routes of "
+        "rollouts more than N versions behind the newest take the routes of "
         "`--moe-router-replay-stale-source`", metavar="N", kind=int, least=0, of="versions",
         needs=(
             _REPLAY,

@@ -147,7 +147,7 @@ def policy_loss(
     if per_token:
         return mean.sum, mean.count.int(), report, update
     # Megatron divides each rank's loss by the rank's own count and averages over context-parallel
-    # ranks, which is wrong if they have different numbers of a response's tokens. So every rank
+    # ranks, which is wrong if the ranks have different numbers of response tokens. So every rank
     # returns the divisor of the whole micro-batch, and its sum times the number of ranks. Example:
     # two ranks with sums 3 and 1 and a divisor of 8: (3 * 2 / 8 + 1 * 2 / 8) / 2 = (3 + 1) / 8.
     group = terms.sequences.cp_group
