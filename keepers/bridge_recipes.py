@@ -1,10 +1,10 @@
-"""Which recipes of Megatron-Bridge replay takes: the table in docs/limits.md, made by hand.
+"""Which recipes of Megatron-Bridge can be replayed: prints the counts that docs/limits.md names.
 
     python -m keepers.bridge_recipes CLONE/src        # of a clone of NVIDIA-NeMo/Megatron-Bridge
 
-A recipe is a function that fills in a config. Here each of them runs with stand-ins for everything
-but the recipes: so no GPU, no download and no Transformer Engine is needed. What a model's own
-config or a mixed-precision recipe would add is not seen.
+A recipe is a function that fills in a config. Each recipe runs with stand-ins in place of Megatron
+and of the other packages that it imports, so no GPU, no download and no Transformer Engine is
+needed. What a model's own config or a mixed-precision recipe would add is not seen.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from typing import Any
 from megatron_r3.replay.replayable import refusals
 
 RECIPES = "megatron.bridge.recipes"
-# packages that recipes import, and that have stand-ins
+# the packages that recipes import, which `StandIns` replaces
 _ABSENT = {*"megatron transformer_engine omegaconf nemo_run transformers datasets modelopt".split()}
-# Whatever else a recipe asks of a model gets a stand-in; these names stay unset, as in a config.
+# Prefixes of the fields about routing. Such a field is missing in a `_Config` until a recipe sets
+# it; any other field that is not set has a stand-in as its value.
 _OF_ROUTING = ("moe_", "num_moe", "cuda_graph", "flextron", "transformer_impl")
 
 
 class _Anything(int):
-    """Stands for a value or a function: 0 in arithmetic, and a config when it is called."""
+    """Stands for a value or a function: it is 0 in arithmetic, and a call returns a config."""
 
     def __call__(self, *_: Any, **fields: Any) -> _Config:
         return _Config(**fields)
@@ -52,7 +53,7 @@ class _OfClass(type):
 
 
 class _Config(metaclass=_OfClass):
-    """Stands for a config: it keeps what is set."""
+    """Stands for a config, and keeps the fields that are set."""
 
     def __init__(self, *_: Any, **fields: Any) -> None:
         self.__dict__.update(fields)
@@ -70,7 +71,7 @@ def _unknown(name: str) -> _Anything:
 
 
 class _AutoBridge:
-    """Stands for the class that makes a model's config from its name on a hub."""
+    """Stands for Megatron-Bridge's class that makes a config from a model's name on a hub."""
 
     @staticmethod
     def from_hf_pretrained(*_: Any, **__: Any) -> _Config:
@@ -83,7 +84,7 @@ class _Module(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name == "AutoBridge":
             return _AutoBridge
-        # isinstance() needs classes: PEFT, and names as ConfigContainer
+        # recipes give PEFT and names such as ConfigContainer to isinstance(), which needs a class
         is_class = name[:1].isupper() and (name == "PEFT" or not name.isupper())
         return _OfClass(name, (_Config,), {}) if is_class else _unknown(name)
 
@@ -95,23 +96,26 @@ class StandIns(MetaPathFinder, Loader):
         self.source = source
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """A stand-in for every module of an absent package that is no recipe."""
+        """The spec of a stand-in; None for a recipe, or a module of a package not in `_ABSENT`."""
         if name.split(".")[0] not in _ABSENT or name.startswith(RECIPES):
             return None
         return ModuleSpec(name, self, is_package=True)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """A module that has every name; its folder is the real one, so that recipes are found."""
+        """A module that has every name. `__path__` is the real folder: recipes are found below."""
         module = _Module(spec.name)
         module.__path__ = [f"{self.source}/{spec.name.replace('.', '/')}"]
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run nothing."""
+        """Run nothing: a stand-in has no source."""
 
 
 def moe_recipes() -> Iterator[tuple[str, Any]]:
-    """Each recipe that says something of MoE, by name, and the model's config that it fills in."""
+    """The name of each recipe that sets an option of MoE, and the model's config that it fills in.
+
+    A recipe that raises TypeError or NotImplementedError is left out and named on stderr.
+    """
     package = importlib.import_module(RECIPES)
     for info in pkgutil.walk_packages(package.__path__, f"{RECIPES}."):
         module = importlib.import_module(info.name)
@@ -143,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for reason in reasons:
             print(f"{name}: {reason}")
     taken = sum(not reasons for reasons in found.values())
-    print(f"{taken} of {len(found)} recipes are taken as they are")
+    print(f"replay takes {taken} of {len(found)} recipes as they are")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Start a new release line: the patches of another one, committed on a new upstream commit.
+"""Start a new release line: commit the patches of another line on a new upstream commit.
 
-One git am commits the patches in a checkout of its own, and stops where a patch does not fit. A
-person resolves that patch and continues git am; the same bump command then exports the commits.
+One git am commits the patches in a checkout made for the bump, and stops at a patch that does not
+fit. A person resolves that patch and continues git am; the same bump command then exports the
+commits.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ from megatron_r3.patching.scratch import PatchFailed, scratch
 from megatron_r3.patching.series import Patch, Series, read_series
 from megatron_r3.patching.versions import Line, Versions, parse_versions, read_versions
 
-# The note in the git directory of a bump's checkout, by which the next run recognises it.
+# The file in the git directory of a bump's checkout by which the next run recognises the checkout.
 _NOTE = "megatron-r3-bump"
-# The user continues with plain git in that checkout, so these settings are written into its
-# configuration. These settings stop the user's own from resolving a conflict silently: with
-# am.threeWay git merges, and with rerere it repeats an old resolution, without anybody looking.
+# The settings of a bump's checkout, where the user continues with plain git. The user's own
+# settings could resolve a conflict silently: with am.threeWay git merges, and with rerere git
+# repeats an old resolution.
 _CONFIG = {
     "am.threeWay": "false",
     "apply.whitespace": "nowarn",
@@ -57,9 +58,9 @@ class Bumped:
     """A new release line.
 
     Attributes:
-        names: the files of its patches.
-        left_out: the patches of the old line whose subject the new line does not have.
-        again: whether the line was there already, for the same commit, so nothing was written.
+        names: the names of the line's patch files.
+        left_out: the patch files of the old line whose subjects are missing in the new line.
+        again: whether the line was there already, for the same commit; then nothing was written.
     """
 
     line: str
@@ -92,13 +93,13 @@ def bump_line(
 ) -> Bumped:
     """Bring the series of the line `old` to the commit `new` of the clone `repo`, as a new `line`.
 
-    `work` becomes a checkout of `new` with the patches as commits; `repo` is not changed. Once all
-    patches are committed there, the patches and the line's entry in versions.toml are written:
-    both or neither.
+    `work` (default: build/bump/LINE) becomes a checkout of `new` with the patches as commits;
+    `repo` is not changed. Once all patches are committed in `work`, the patch files and the line's
+    entry in versions.toml are written, all or none.
 
     Raises:
-        PatchingError: a patch does not fit, which has to be resolved in `work`; or something is in
-            the way: another line of this name, another checkout in `work`, uncommitted changes.
+        PatchingError: a patch does not fit, and has to be resolved in `work`; or there is another
+            line of this name, another checkout in `work`, or an uncommitted change.
     """
     versions, repo = read_versions(patches), repo.resolve()
     job = _job(versions.line(old), new, repo, line)
@@ -111,7 +112,7 @@ def bump_line(
     if not am_stopped_at(work):
         refuse_unfinished(work)
         if not commits_above(work, job.commit):
-            with suppress(MailFailed):  # git am is then in progress, which is explained below
+            with suppress(MailFailed):  # git am is then in progress: see `explain_stop`
                 am(work, [patch.file for patch in series.patches])
     if am_stopped_at(work):
         raise PatchingError(explain_stop(work, job, series, repo))
@@ -155,10 +156,10 @@ def _already_there(versions: Versions, job: Job) -> bool:
 
 
 def _differs(versions: Versions, job: Job, exported: dict[str, bytes], there: bool) -> bool:
-    """Whether the folder of the line has other patches than those that are exported now.
+    """Whether the folder of the line has other patches than `exported`.
 
-    A bump that was killed may have left some of these patches and no entry in versions.toml: the
-    same bump then writes the rest. A line with an entry (`there`) must have all of its patches.
+    A killed bump may leave some patches of `exported` and no entry in versions.toml: the same bump
+    then writes the rest. A line with an entry (`there`) must have every patch of `exported`.
     """
     files = list((versions.folder / job.line).glob("*.patch"))
     known = all(exported.get(file.name) == file.read_bytes() for file in files)
@@ -199,13 +200,13 @@ def _bumped(versions: Versions, job: Job, *, again: bool) -> Bumped:
 
 
 def open_workplace(work: Path, repo: Path, job: Job) -> None:
-    """Make `work` a checkout of `repo` at the job's commit, unless it is this job's checkout.
+    """Make `work` a checkout of `repo` at the job's commit, unless `work` is one of this job.
 
-    The checkout shares the objects of `repo`, which itself is not changed. If a step
-    fails, no checkout is left.
+    The checkout shares the objects of `repo`, and `repo` is not changed. If a step fails, no
+    checkout is left.
 
     Raises:
-        PatchingError: `work` is there, and is not this job's checkout.
+        PatchingError: `work` is a file, or has files and is not this job's checkout.
     """
     if work.exists() and (not work.is_dir() or any(work.iterdir())):
         note = work / ".git" / _NOTE
@@ -228,8 +229,8 @@ def open_workplace(work: Path, repo: Path, job: Job) -> None:
 def explain_stop(work: Path, job: Job, series: Series, repo: Path) -> str:
     """The message about the patch at which git am stopped in `work`.
 
-    If the files of `work` are as committed, nobody has begun to resolve the patch. Then its hunks
-    that fit are put into the files, and the other hunks beside them, as git apply --reject does.
+    If the files of `work` are as committed, nobody has begun to resolve the patch. Then the hunks
+    that fit are applied to the files, and the other hunks are written to PATH.rej beside them.
     """
     number = am_stopped_at(work)
     patch = series.patches[number - 1]
@@ -248,7 +249,7 @@ def explain_stop(work: Path, job: Job, series: Series, repo: Path) -> str:
 
 
 def _try_patch(work: Path, number: int, patch: Patch) -> PatchFailed | None:
-    """How the patch fails on what is committed in `work`; None if the patch fits."""
+    """How the patch fails on the files of HEAD in `work`; None if the patch fits."""
     files = committed_files(work, "HEAD", [change.path for change in patch.changes])
     with scratch(files) as ours:
         try:
@@ -263,7 +264,7 @@ def _commits(repo: Path, job: Job, path: str) -> str:
         if tree.commit and has_commit(repo, tree.commit):
             since = upstream_commits(repo, (tree.name, tree.commit), path, job.commit)
             if since.startswith("none "):
-                # A bump backwards, to an older release: say which commits that release lacks.
+                # a bump to an older release: say which commits that release lacks
                 before = upstream_commits(repo, (job.tree, job.commit), path, tree.commit)
                 return f"{since}, which has {before}"
             return since
@@ -271,7 +272,10 @@ def _commits(repo: Path, job: Job, path: str) -> str:
 
 
 def upstream_commits(repo: Path, base: tuple[str, str], path: str, head: str, most: int = 3) -> str:
-    """The newest commits up to `head` that touched `path` since `base`, a (name, commit) pair."""
+    """One line of text: the newest `most` commits up to `head` that touched `path` since `base`.
+
+    `base` is a pair (name, commit).
+    """
     name, commit = base
     command = ("log", "--oneline", "--no-decorate", "--no-color", f"{commit}..{head}", "--", path)
     commits = git(repo, *command).splitlines()
@@ -281,21 +285,21 @@ def upstream_commits(repo: Path, base: tuple[str, str], path: str, head: str, mo
 
 
 def _reject(work: Path, series: Series, patch: Patch, failed: PatchFailed) -> None:
-    """Put the hunks that fit into the files of `work`, and the others into PATH.rej beside them."""
-    for path in series.blobs:  # what earlier patches left
+    """Apply the hunks that fit to the files of `work`, and write the others to PATH.rej."""
+    for path in series.blobs:  # rejected hunks of earlier patches
         (work / f"{path}.rej").unlink(missing_ok=True)
     diff = b"".join(change.diff for change in patch.changes)
     run_git(work, "apply", "--reject", "-", stdin=diff, check=False)
     for change in patch.changes:
         file = work / f"{change.path}.rej"
         if change.path in failed.failures and not file.exists():
-            # git writes no .rej for a file that is missing, or that is there and should not be
+            # git writes no .rej if the file is missing, or if the patch adds a file that is there
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(change.diff)
         elif change.pre is None and change.path not in failed.failures:
-            # A new file is made known to git without its content: git add -u then adds it and git
-            # checkout -f removes it, but nothing is staged, so that git am --continue refuses
-            # until somebody has looked.
+            # Put the path of a new file into git's index, without the content: git add -u then adds
+            # the file and git checkout -f removes it. As nothing is staged, git am --continue
+            # refuses until somebody has looked.
             run_git(work, "add", "--intent-to-add", "--", change.path, check=False)
 
 

@@ -1,6 +1,6 @@
 """Reads a maintainer's clone of Megatron-LM through git, which obeys the clone's own settings.
 
-Commits and files are made elsewhere: in repositories of ours, which only read the clone's objects.
+No commit or file is made in the clone, but in repositories from `borrow`, which read its objects.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def check_clone(repo: Path) -> None:
     """Refuse what is neither the top of a work tree nor a bare repository.
 
     Raises:
-        PatchingError: `repo` is neither, or git does not trust it; the message says which.
+        PatchingError: `repo` is no git repository, or git does not trust its owner.
     """
     if not repo.is_dir():
         raise PatchingError(f"{repo} is no git repository: there is no such folder")
@@ -45,7 +45,7 @@ def resolve(repo: Path, revision: str) -> str:
     """The id of the commit that `revision` names in `repo`.
 
     Raises:
-        PatchingError: `repo` has no such commit.
+        PatchingError: `repo` is no git repository, or has no such commit.
     """
     check_clone(repo)
     # --end-of-options: a revision that begins with "-" is a name too, never an option
@@ -57,7 +57,7 @@ def resolve(repo: Path, revision: str) -> str:
 
 
 def has_commit(repo: Path, commit: str) -> bool:
-    """Whether `repo` holds this commit (a shallow clone may not)."""
+    """Whether `repo` holds this commit; a shallow clone may lack it."""
     check_clone(repo)
     return run_git(repo, "cat-file", "-e", f"{commit}^{{commit}}", check=False).returncode == 0
 
@@ -65,11 +65,11 @@ def has_commit(repo: Path, commit: str) -> bool:
 def borrow(repo: Path, folder: Path) -> Path:
     """Make a repository in `folder` that can read the objects of `repo`; return `folder`.
 
-    Nothing else of `repo`, such as settings, attributes, notes or hooks, has an effect in `folder`.
+    The settings, attributes, notes and hooks of `repo` have no effect in `folder`.
     """
     check_clone(repo)
     git_dir = new_repository(folder) / ".git"
-    # The file `alternates` has a path in each line, in C quotes: a newline becomes \012.
+    # The file `alternates` has one path a line, in C quotes: a newline in a path becomes \012.
     objects = os.fsencode(git_path(repo, "objects"))
     quoted = re.sub(rb'["\\\x00-\x1f]', lambda c: b"\\%03o" % ord(c[0]), objects)
     (git_dir / "objects" / "info").mkdir(exist_ok=True)
@@ -80,10 +80,10 @@ def borrow(repo: Path, folder: Path) -> Path:
 
 
 def committed_files(repo: Path, commit: str, paths: Iterable[str]) -> dict[str, FileOnDisk]:
-    """The files at `paths` as a commit has them; a file that the commit lacks has no data.
+    """The files at `paths` as the commit has them; the data of a file that it lacks is None.
 
     Raises:
-        PatchingError: `repo` lacks a file that the commit names, as a partial clone may.
+        PatchingError: `repo` lacks the data of a file, as a partial clone may.
     """
     files = dict.fromkeys(paths, FileOnDisk(None))
     # one entry: "100644 blob <id>\tmegatron/core/a.py"
@@ -101,10 +101,10 @@ def dirty_files(repo: Path) -> list[str]:
 
 
 def refuse_unfinished(repo: Path) -> None:
-    """Refuse what is no checkout, has uncommitted changes, or is in the middle of a merge.
+    """Refuse a folder that is no checkout, has uncommitted changes, or is in a merge or rebase.
 
     Raises:
-        PatchingError: the message says what is in the way.
+        PatchingError: the message says which of these it is.
     """
     if not repo.is_dir() or run_git(repo, "rev-parse", "HEAD", check=False).returncode:
         raise PatchingError(f"{repo} is no git checkout")

@@ -1,9 +1,8 @@
-"""Write the commits of a checkout as the series of a release line, or compare the two.
+"""Write the commits of a checkout as the series of a release line, or compare them with the series.
 
-git format-patch writes the patches, and git am commits them again, so that a series and its
-commits are the same thing in two forms, to the byte. A patch file is named by the number of its
-concern, which is the number that its subject has in the other lines; the bytes in the file do not
-depend on the number.
+git format-patch writes the patches, and git am makes commits of them again. A series that is
+committed and exported again has the same bytes. The number in the name of a patch file stands for
+one subject in all release lines; the bytes in the file do not depend on the number.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from megatron_r3.patching.versions import KnownTree, Line, Versions, read_versio
 
 # The committer for `am`: the user may have set no name, and no patch contains the committer.
 _COMMITTER = {"GIT_COMMITTER_NAME": "megatron-r3", "GIT_COMMITTER_EMAIL": "megatron-r3@localhost"}
-# Every option that a configuration, or another version of git, could decide otherwise.
-# Two examples: diff.noprefix drops the "a/" and "b/", format.signature ends the mail with a text.
+# Each option of git format-patch that a configuration or another version of git could change. For
+# example diff.noprefix drops the "a/" and "b/", and format.signature ends the mail with a text.
 _FORMAT = (
     *("--zero-commit", "--no-signature", "--no-numbered", "--full-index", "--suffix=.patch"),
     *("--subject-prefix=PATCH", "--filename-max-length=96", "--no-cover-letter", "--no-attach"),
@@ -35,16 +34,17 @@ _FORMAT = (
     *("--dst-prefix=b/", "--no-color", "--no-ext-diff", "--no-textconv", "--no-relative"),
     *("--ignore-submodules=none", "--submodule=short"),
 )
-# These keep what format-patch wrote: brackets in the subject ("[MoE] ..."), CR at a line's end,
-# and lines like "-- >8 --", which git would take for scissors and cut the message there.
+# With these options git am keeps what format-patch wrote: brackets in the subject ("[MoE] ..."), CR
+# at the end of a line, and the text above a line like "-- >8 --" ("scissors").
 _AM = ("--quiet", "--keep-non-patch", "--keep-cr", "--no-scissors", "--no-message-id", "--no-3way")
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export gives.
+    """The result of `export_series`.
 
     Attributes:
+        folder: the folder of the release line.
         names: the file names of the series, in order.
         differ: the files that were written or removed; with `check`, those that would be.
     """
@@ -56,7 +56,7 @@ class Exported:
 
 @dataclass(frozen=True)
 class Base:
-    """Where a series starts; `tree` is None for a commit that versions.toml does not name."""
+    """The commit a series starts from; `tree` is None if versions.toml does not name the commit."""
 
     line: Line
     commit: str
@@ -64,7 +64,7 @@ class Base:
 
 
 class MailFailed(PatchingError):
-    """git am stopped at a patch, and waits in its checkout."""
+    """git am stopped at a patch, and is still in progress in the checkout."""
 
 
 def export_series(
@@ -106,7 +106,7 @@ def export_commits(root: Path, base: str, versions: Versions, line: str) -> dict
     # A number of this line counts only if no other line has used the number for another concern.
     own = _own_numbers(versions.folder / line)
     known = {subject: number for subject, number in own.items() if number not in taken}
-    for series in reversed(others):  # where lines disagree, the first one is right
+    for series in reversed(others):  # if lines disagree, the number of the first line counts
         known |= {patch.subject: patch.number for patch in series.patches}
     with tempfile.TemporaryDirectory(prefix="megatron-r3-") as temp:
         written = _format(root, base, Path(temp, "by place"))
@@ -116,7 +116,7 @@ def export_commits(root: Path, base: str, versions: Versions, line: str) -> dict
         folder = Path(temp, line)
         folder.mkdir()
         for file, number in zip(written, plan_numbers(subjects, known, taken), strict=True):
-            # into another folder, so that no rename overwrites a file that is still to be renamed
+            # to another folder: in the same folder a rename could overwrite a file of `written`
             file.rename(folder / f"{number:04d}{file.name[4:]}")
         series = read_series(folder)
         if wrong := [rule for patch in series.patches for rule in broken_rules(patch)]:
@@ -127,9 +127,10 @@ def export_commits(root: Path, base: str, versions: Versions, line: str) -> dict
 
 
 def reexport(root: Path, base: str, series: Series, tree: KnownTree | None) -> dict[str, bytes]:
-    """Commit a series on `base`, from the objects of `root`, in a temporary repository; export it.
+    """Commit a series on `base` in a temporary repository, and return the bytes of its export.
 
-    A patch is left out if `tree` is known to lack all of its files.
+    The repository reads the objects of `root`. A patch is left out if versions.toml says that
+    `tree` lacks all files of the patch.
 
     Raises:
         PatchingError: a patch does not apply.
@@ -149,7 +150,7 @@ def reexport(root: Path, base: str, series: Series, tree: KnownTree | None) -> d
 def write_series(
     patches: Path, line: str, new: Mapping[str, bytes], also: Mapping[str, bytes] | None = None
 ) -> None:
-    """Replace the patches of `line` by `new`, and write the files of `also`.
+    """Replace the patches of `line` by `new`, and write `also`, files by path below `patches`.
 
     Raises:
         PatchingError: the files cannot be written. All files are as they were, unless the message
@@ -214,7 +215,8 @@ def am(tree: Path, patches: Sequence[Path]) -> None:
     """Commit the patches to a checkout, with the authors, dates and messages they have.
 
     Raises:
-        MailFailed: a patch does not apply; git am is left in progress there.
+        MailFailed: a patch does not apply; git am is left in progress in `tree`.
+        PatchingError: git am failed without being in progress.
     """
     files = [str(patch.absolute()) for patch in patches]
     command = ("am", *_AM, "--committer-date-is-author-date", *files)
@@ -227,8 +229,8 @@ def am(tree: Path, patches: Sequence[Path]) -> None:
 
 
 def am_stopped_at(root: Path) -> int:
-    """The place, from 1, of the patch at which git am stopped in `root`; 0 without a git am."""
-    state = git_path(root, "rebase-apply")  # git rebase uses it too, without `applying`
+    """At which patch, counted from 1, git am stopped in `root`; 0 if no git am is in progress."""
+    state = git_path(root, "rebase-apply")  # git rebase has this folder too, without `applying`
     return int((state / "next").read_text()) if (state / "applying").exists() else 0
 
 
@@ -236,12 +238,13 @@ def find_base(root: Path, versions: Versions, line: str = "", base: str = "") ->
     """The commit below HEAD that the series of `line` starts from: `base`, or the nearest known.
 
     Raises:
-        PatchingError: HEAD is above no known tree, or is equally near to the trees of two lines.
+        PatchingError: HEAD is above no known tree, or is equally near to the trees of two lines; or
+            `base` is given without `line`.
     """
     if base:
         if not line:
             raise PatchingError(
-                "a base commit does not say which line it is for: give --line with --base"
+                "--base does not say which release line the patches are for: give --line too"
             )
         commit = resolve(root, base)
         trees = [tree for tree in versions.line(line).trees if tree.commit == commit]
@@ -260,7 +263,8 @@ def find_base(root: Path, versions: Versions, line: str = "", base: str = "") ->
     if len({start.line.name for start in nearest}) > 1:
         several = names([start.line.name for start in nearest])
         raise PatchingError(
-            f"HEAD of {root} is above the commit of several lines: give --line, one of {several}"
+            f"HEAD of {root} is equally near to known commits of several lines: give --line, one "
+            f"of {several}"
         )
     return nearest[0]
 
@@ -284,10 +288,10 @@ def commits_above(root: Path, base: str) -> list[str]:
 
 
 def _history(root: Path) -> list[list[str]]:
-    """Each commit from HEAD of `root` down, followed by its parents.
+    """A list [commit, its parents ...] for each commit from HEAD of `root` down.
 
-    In topological order, so that no commit comes before one that was made from it. Without merges
-    the commits before `base` in this list are therefore the commits above `base`.
+    The order is topological: every commit comes after all commits that were made from it. Without
+    merges the commits before `base` in this list are therefore the commits above `base`.
     """
     listed = git(root, "rev-list", "--topo-order", "--parents", "HEAD")
     return [entry.split() for entry in listed.splitlines()]

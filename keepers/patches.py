@@ -71,12 +71,15 @@ def run_verify(args: argparse.Namespace) -> int:
         trees = f"trees that failed: {names(failed)}" if failed else "no tree failed"
         raise PatchingError(f"{trees}; rules broken: {len(broken)}")
     if not any(check.verified for check in checks):
-        raise PatchingError(f"{args.repo} has the base of no known tree, so nothing was checked")
+        raise PatchingError(
+            f"{args.repo} has the commit or the files of no known tree: nothing was checked; fetch "
+            "the commits there first"
+        )
     return 0
 
 
 def run_export(args: argparse.Namespace) -> int:
-    """Print which patches were written; refuse if --check finds that one would change."""
+    """Print which patches were written; refuse if --check finds that a patch would change."""
     options = {"line": args.line, "base": args.base, "check": args.check}
     done = export_series(args.tree, patches_of(args), **options)
     differ = names(done.differ, most=99)
@@ -90,13 +93,13 @@ def run_export(args: argparse.Namespace) -> int:
 
 
 def run_bump(args: argparse.Namespace) -> int:
-    """Say what the new line is, and what to do next."""
+    """Print what the new line has, which patches it lacks, and what to do next."""
     patches = patches_of(args)
     done = bump_line(args.old, args.new, args.repo, patches, line=args.name, work=args.work)
     made = "was there already" if done.again else f"is new, from {args.old}"
     print(f"{done.line} {made}: {len(done.names)} patches in {patches / done.line}")
     if done.left_out:
-        print(f"not on this line: {names(done.left_out, most=99)}")
+        print(f"patches of {args.old} that {done.line} lacks: {names(done.left_out, most=99)}")
     print(f"next: make verify REPO={args.repo} LINE={done.line}, then make matrix")
     return 0
 
@@ -105,7 +108,7 @@ def _result(check: TreeCheck) -> str:
     if check.error:
         return f"FAILED: {check.error}"
     if (done := check.verified) is None:
-        return "not checked, the clone lacks its base"
+        return "not checked, the clone lacks this tree's commit or files"
     return (
         f"{done.num_patches} patches of {done.num_files} files, every byte there and back"
         f"{left_out_of(check.tree.name, check.tree.absent)}"

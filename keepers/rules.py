@@ -9,9 +9,9 @@ from megatron_r3.patching.git import PatchingError
 from megatron_r3.patching.series import Patch, Series
 
 MOST_CHANGED = 100
-"""How many lines a patch may add and remove, together; more is more than one concern."""
+"""The most lines that a patch may add and remove, together."""
 
-# what format-patch ends a mail with by default: "-- " and git's version, for example 2.39.5
+# the end of a mail from format-patch by default: "-- " and git's version, for example 2.39.5
 _SIGNATURE = re.compile(rb"\n-- \n\d[^\n]*\n+\Z")
 _OFF = re.compile(r"^Off \(the default\):[ \n]*\S")
 _FORWARDED = re.compile(r"^Forwarded: *\S", re.M)
@@ -19,7 +19,7 @@ _FORWARDED = re.compile(r"^Forwarded: *\S", re.M)
 
 def num_changed(patch: Patch) -> int:
     """How many lines the patch adds and removes, together."""
-    # The signature begins with "-", and so would count as a line that is removed.
+    # The signature begins with "-", and would count as a removed line.
     hunks = (_SIGNATURE.sub(b"", change.diff.partition(b"\n@@")[2]) for change in patch.changes)
     return sum(line[:1] in (b"+", b"-") for hunk in hunks for line in hunk.split(b"\n"))
 
@@ -38,10 +38,10 @@ def broken_rules(patch: Patch) -> list[str]:
 
 
 def unequal_numbers(several: Sequence[Series], line: str = "") -> list[str]:
-    """Where two lines use one number for two concerns, or two numbers for one.
+    """Each place where release lines give one number to two subjects, or one subject two numbers.
 
-    With `line`, only the conflicts that this line is part of. The first line that has a number or
-    a subject is taken to be right.
+    With `line`, only conflicts that involve this line are returned. The first series that has a
+    number or a subject counts as right.
     """
     wrong: list[str] = []
     first_numbers: dict[int, Patch] = {}
@@ -55,7 +55,7 @@ def unequal_numbers(several: Sequence[Series], line: str = "") -> list[str]:
             if not same and (not line or line in lines):
                 wrong.append(
                     f"{patch.name} and {first.name}: "
-                    "a number and its subject must go together in every line"
+                    "each number must have the same subject in every line"
                 )
     return wrong
 
@@ -65,17 +65,21 @@ def plan_numbers(
 ) -> list[int]:
     """The number of each subject of a series, in order.
 
-    A `known` subject keeps its number. A new subject gets the first number after the patch before
-    it that no other line has `taken`. Example: subjects A, new, B with A = 1 and B = 4 give
-    1, 2, 4; if another line has taken 2, they give 1, 3, 4; if 3 is taken too, there is no number.
+    A `known` subject keeps its number. A new subject gets the smallest number above the number of
+    the subject before it that is not in `taken`, the numbers of other release lines. Example: the
+    subjects A, new, B with A = 1 and B = 4 get 1, 2, 4; if 2 is taken, they get 1, 3, 4.
 
     Raises:
-        PatchingError: a subject is there twice, or is not where its number belongs.
+        PatchingError: a subject is there twice, the known numbers do not rise, or no number between
+            two known ones is free for a new subject.
     """
     numbers: list[int] = []
     for place, subject in enumerate(subjects):
         if subject in subjects[:place]:
-            raise PatchingError(f"two commits have the subject {subject!r}: one concern, one patch")
+            raise PatchingError(
+                f"two commits have the subject {subject!r}: make one commit of them, or change the "
+                "subject of one"
+            )
         before = numbers[-1] if numbers else 0
         number = known.get(subject, before + 1)
         while subject not in known and number in taken:
@@ -89,8 +93,8 @@ def plan_numbers(
         if subject not in known and number >= min(after, default=number + 1):
             raise PatchingError(
                 f"{subject!r} is new, and there is no free number between {before} and "
-                f"{min(after)}: put it last, or if it was renamed give it its subject back (to "
-                "rename a concern, edit the patches of every line)"
+                f"{min(after)}: put this commit last; or, if its subject was changed, restore the "
+                "old one (to change a subject, edit the patches of every line)"
             )
         numbers.append(number)
     return numbers

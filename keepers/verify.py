@@ -1,7 +1,8 @@
 """Check whole series against the commits they are made for, without a checkout.
 
-The files of a series are read from the commit, the patches are applied to them and taken back, last
-patch first. Every blob id must be the one in the patch, and at the end every byte is as it was.
+The files of a series are read from the commit; the patches are applied to them and then taken back,
+last patch first. Every blob id must be the one in the patch, and at the end the files must be the
+same as at the start, to the byte.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from megatron_r3.patching.versions import KnownTree, Line, Versions
 
 @dataclass(frozen=True)
 class Verified:
-    """A series that gives what it promises on one tree, and gives that tree back.
+    """What was checked of a series that fits one tree exactly, both applied and taken back.
 
     Attributes:
         base: the commit that the series was applied to.
@@ -35,9 +36,9 @@ class Verified:
 
 @dataclass(frozen=True)
 class TreeCheck:
-    """One known tree in `verify_repo`.
+    """What `verify_repo` found about one known tree.
 
-    Without `verified` and without `error` the tree was not checked: the repository lacks its base.
+    If `verified` is None and `error` is empty, the repository lacks the tree's commit or files.
     """
 
     line: Line
@@ -66,7 +67,7 @@ def verify_tree(repo: Path, line: Line, tree: KnownTree) -> Verified | None:
         return None
     status = compare(repo, line, series, tree, committed_files(repo, base, series.blobs))
     if status.state is not TreeState.PRISTINE:
-        if base != tree.commit:  # HEAD is some other commit than the package's files
+        if base != tree.commit:  # HEAD does not have the package's files
             return None
         wrong = names(status.unknown or status.patched)
         raise PatchingError(
@@ -86,7 +87,7 @@ def _there_and_back(status: TreeStatus) -> None:
 
 
 def _compare_modes(status: TreeStatus, base: str) -> None:
-    """Refuse a patch that names another mode than its file has: reverting would set that mode."""
+    """Refuse patches that name another mode of a file than `base` has: a revert would set it."""
     wanted = {c.path: c for patch in status.series.patches for c in patch.changes if c.pre}
     # one entry: "100755 blob <id>\tmegatron/core/a.sh"
     for entry in git(status.root, "ls-tree", "-z", base, "--", *wanted).split("\0")[:-1]:
@@ -99,7 +100,7 @@ def _compare_modes(status: TreeStatus, base: str) -> None:
 
 
 def verify_repo(repo: Path, versions: Versions, line: str = "") -> list[TreeCheck]:
-    """Check every known tree, or those of `line`, as far as `repo` has its base.
+    """Check every known tree, or the trees of `line`; one result for each.
 
     Raises:
         PatchingError: `repo` is no git repository, or there is no such line.

@@ -45,5 +45,5 @@ def test_recipes_are_read_without_their_packages(tmp_path: Path) -> None:
     refused, last = done.stdout.splitlines()
     assert refused.startswith("graph_config: a CUDA graph that captures the router")
     assert refused.endswith("give --cuda-graph-impl transformer_engine --cuda-graph-scope attn")
-    assert last == "1 of 2 recipes are taken as they are"
+    assert last == "replay takes 1 of 2 recipes as they are"
     assert done.stderr == "not run: broken_config: not yet\n"

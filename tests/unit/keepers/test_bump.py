@@ -217,7 +217,7 @@ def test_the_command(upstream, tmp_path, capsys, monkeypatch):
     assert main(arguments) == 0
     first, left_out, following = capsys.readouterr().out.splitlines()
     assert first == f"{NEXT} is new, from {LINE}: 3 patches in {upstream.patches / NEXT}"
-    assert left_out == f"not on this line: {upstream.series[1].name}"
+    assert left_out == f"patches of {LINE} that {NEXT} lacks: {upstream.series[1].name}"
     assert following == f"next: make verify REPO={repo} LINE={NEXT}, then make matrix"
     assert main(arguments) == 0
     assert capsys.readouterr().out.startswith(f"{NEXT} was there already: 3 patches")

@@ -211,11 +211,11 @@ def test_the_command(upstream, capsys):
     assert main(["verify", str(upstream.checkout), *patches]) == 0
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith(f"{LINE}, {TAG}: 4 patches of 6 files, every byte")
-    assert second == f"{LINE}, {PACKAGE}: not checked, the clone lacks its base"
+    assert second == f"{LINE}, {PACKAGE}: not checked, the clone lacks this tree's commit or files"
 
     assert main(["verify", str(package_as_git(upstream)), *patches, "--line", LINE]) == 0
     first, second = capsys.readouterr().out.splitlines()
-    assert first == f"{LINE}, {TAG}: not checked, the clone lacks its base"
+    assert first == f"{LINE}, {TAG}: not checked, the clone lacks this tree's commit or files"
     assert second.endswith(f"there and back; not in {PACKAGE}, so left out: {README}")
 
     edit(upstream.series[0], b"+hook = None", b"+hook = True")
