@@ -23,8 +23,8 @@ from megatron_r3.patching.tree_files import FileOnDisk, locked, remove_leftovers
 from megatron_r3.patching.unreleased import choose, find_fits, fit_line, how_to_take
 from megatron_r3.patching.versions import Versions, read_versions
 
-# With the setting alone, git does not write the files again, because its index says that they are
-# up to date. So `git rm --cached` empties the index, and the reset writes the index and the files.
+# After `git config` alone git does not write the files again, because git's index says that they
+# are up to date. So `git rm --cached` empties the index, and the reset writes index and files.
 _NO_CRLF = (
     "\nCRLF line ends: in a checkout, git config core.autocrlf false, then check out again "
     "(git rm -r --cached --quiet . && git reset --hard); else unpack the tree with LF line ends"
@@ -40,7 +40,7 @@ class Change:
             done and `files` is empty.
         status: the tree now, read from the disk again.
         files: the files that were written or removed.
-        others: for an unreleased tree, text about groups left out, and other lines that fit too.
+        others: for a tree with a record, text about groups left out and other lines that fit too.
     """
 
     before: TreeState
@@ -63,20 +63,21 @@ def apply_series(
     applied tree is finished; what was written is read again and compared.
 
     Args:
-        unreleased: whether a tree that versions.toml does not list is taken too, if all of `groups`
-            of a line apply to it exactly, or, without `groups`, r3; other groups that do not apply
-            are then left out. Such a tree gets a record, which `revert_series` removes.
+        unreleased: whether to patch a tree that versions.toml does not list. All of `groups` must
+            apply to such a tree exactly. Without `groups`, r3 must apply, and another group that
+            does not apply is left out. The tree gets a record, which `revert_series` removes.
         groups: the groups to apply; empty for all that apply.
 
     Raises:
-        PatchingError: the tree is no known one, has other patches in it, or cannot be written.
+        PatchingError: `groups` is wrong; or the tree is unknown, has other patches in it, or cannot
+            be written.
     """
     _check_groups(groups)
     versions, root = read_versions(patches), find_root(root)
     with locked(root):
         status, others = identify(root, versions, line), ""
         some = groups and {*groups} != {*status.groups}
-        recorded = status.unreleased is not None  # taken before, maybe with other patches
+        recorded = status.unreleased is not None  # a record: patched before, maybe by other patches
         if status.state is TreeState.UNKNOWN or (
             status.state is TreeState.PRISTINE and (some or recorded)
         ):
@@ -105,8 +106,8 @@ def revert_series(root: Path, patches: Path, *, line: str = "") -> Change:
     """Take the series back: the tree is then byte for byte what it was before the apply.
 
     Modes come back too; only a file that a patch deletes gets the mode that git would give it.
-    Guarantees and errors are those of `apply_series`. A tree with a record needs no other patches
-    than the record.
+    Guarantees and errors are those of `apply_series`. For a tree with a record the diff in the
+    record is taken back, whatever patches `patches` has.
     """
     versions, root = read_versions(patches), find_root(root)
     with locked(root):
@@ -126,7 +127,7 @@ def _take(
     Raises:
         PatchingError: no line fits, several fit equally, or --unreleased was not given.
     """
-    if status.unreleased and status.unknown:  # some of its files are patched already
+    if status.unreleased and status.unknown:  # some files are patched already, others are unknown
         raise PatchingError(why_not(status, versions))
     known = status.state is TreeState.PRISTINE
     line = status.line.name if known else line
@@ -140,7 +141,7 @@ def _take(
 
 
 def _why_no_fit(status: TreeStatus, versions: Versions, line: str, groups: Collection[str]) -> str:
-    """The error about a tree to which no line's patches apply: what does not fit, or differs."""
+    """The message about a tree to which no line's patches apply: what does not fit, or differs."""
     hopeless = status.patched or status.crlf or not (status.num_recognised or line)
     try:
         if not hopeless:
@@ -182,8 +183,8 @@ def _move(status: TreeStatus, goal: TreeState, others: str = "") -> Change:
     changes = (change for patch in status.series.patches for change in patch.changes)
     executables = {change.path for change in changes if change.executable}
     if status.state is TreeState.PRISTINE:
-        # Before the files, so that an apply which is killed can be finished or undone. For a
-        # whole release this removes a record, which is about what the tree was before.
+        # The record is written before the files, so that a killed apply can be finished or undone.
+        # For a release with all groups this removes an old record, which is no longer true.
         write_record(root, Record(status.unreleased))
     try:
         replace_files(root, new, status.files, executables)
@@ -191,7 +192,6 @@ def _move(status: TreeStatus, goal: TreeState, others: str = "") -> Change:
         if status.state is TreeState.PRISTINE and not status.read_again().patched:
             remove_record(root)
         raise
-    # What is on the disk now is what counts, not what was meant to be written.
     after = status.read_again()
     if after.state is not goal:
         raise PatchingError(

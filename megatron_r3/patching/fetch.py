@@ -30,7 +30,7 @@ _COMMITTER = {
 
 
 def tree_folder(tree: KnownTree, out: Path) -> Path:
-    """Where `fetch_tree` puts this tree."""
+    """The folder below `out` in which `fetch_tree` puts this tree."""
     return out / tree.pypi.replace("==", "-")
 
 
@@ -38,11 +38,12 @@ def clone_tree(tree: KnownTree, url: str, target: Path) -> None:
     """Check out the one commit of `tree`, without its history, as the new folder `target`.
 
     Raises:
-        PatchingError: `target` is there, or git cannot fetch the commit; nothing is left then.
+        PatchingError: `target` is there already; or git cannot fetch the commit, and then `target`
+            is not made.
     """
     if target.exists():
         raise PatchingError(f"{target}: is there already; remove it, or give another --out")
-    # `run_git` drops every GIT_* variable, but https needs this one: which certificates to trust
+    # `run_git` drops every GIT_* variable, but https needs this one: the certificates to trust
     ca = {k: os.environ[k] for k in ("GIT_SSL_CAINFO",) if k in os.environ}
     source = str(Path(url).absolute()) if Path(url).is_dir() else url
     with new_folder(target) as folder:
@@ -53,9 +54,10 @@ def clone_tree(tree: KnownTree, url: str, target: Path) -> None:
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """A path at which the `with` body makes a folder, which is then renamed to `target`.
+    """Yield a path; the folder that the `with` body makes there is then renamed to `target`.
 
-    Other files beside the path are removed, and everything if the body raises.
+    Other files that the body makes beside the path are removed; so is the folder, if the body
+    raises.
 
     Raises:
         PatchingError: the folder cannot be written.
@@ -72,8 +74,8 @@ def new_folder(target: Path) -> Iterator[Path]:
 def fetch_tree(tree: KnownTree, out: Path) -> Path:
     """Download and unpack the sdist of `tree` below `out`, as a git checkout of one commit.
 
-    The commit is the same on every machine. A folder that exists is left as it is; a new one is
-    whole.
+    The commit is the same on every machine. A folder that exists is left as it is; a new folder
+    has all files, or is not made.
 
     Raises:
         PatchingError: the download fails, or gives another file than versions.toml names.
@@ -83,13 +85,13 @@ def fetch_tree(tree: KnownTree, out: Path) -> Path:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise PatchingError(f"{target}: {error}") from error
-    with locked(out):  # of two commands at once, the second one finds what the first one fetched
+    with locked(out):  # a second command waits here, and then finds the tree that the first fetched
         if target.exists():
             return target
         with new_folder(target) as folder:
             _unpack(_download(tree, folder.parent), folder.parent / "unpacked").rename(folder)
             new_repository(folder)
-            git(folder, "add", "--all", "--force")  # files that .gitignore names too
+            git(folder, "add", "--all", "--force")  # --force: also files that .gitignore names
             message = f"{tree.pypi}\n\nsdist sha256: {tree.sdist_sha256}\n"
             git(folder, "commit", "--quiet", "-m", message, env=_COMMITTER)
     return target
@@ -99,7 +101,7 @@ def _download(tree: KnownTree, folder: Path) -> Path:
     requirements = folder / "requirements.txt"
     requirements.write_text(f"{tree.pypi} --hash=sha256:{tree.sdist_sha256}\n")
     # --no-binary for this package alone: with ':all:' pip also builds setuptools from source
-    # --ignore-requires-python: the tree is patched with this Python, and may run with another one
+    # --ignore-requires-python: another Python may run the tree than the one that patches it
     command = [
         *(sys.executable, "-m", "pip", "download", "--no-input", "--disable-pip-version-check"),
         *("--no-deps", "--no-binary", tree.pypi.split("==")[0], "--ignore-requires-python"),
@@ -116,12 +118,12 @@ def _download(tree: KnownTree, folder: Path) -> Path:
 
 
 def _unpack(sdist: Path, folder: Path) -> Path:
-    """Unpack the archive to `folder`; return the one folder in it. No file can land elsewhere."""
+    """Unpack `sdist` into `folder`, and write nothing elsewhere; return its one top folder."""
     try:
         with tarfile.open(sdist) as archive:
             if hasattr(tarfile, "data_filter"):
                 archive.extractall(folder, filter="data")
-            else:  # Python before 3.10.12 and 3.11.4, for example Debian 12's, has no filters
+            else:  # before 3.10.12 and 3.11.4 Python has no filters, for example Debian 12's Python
                 archive.extractall(folder, _harmless(archive))
     except tarfile.TarError as error:
         raise PatchingError(f"cannot unpack {sdist.name}: {error}") from error
@@ -132,7 +134,7 @@ def _unpack(sdist: Path, folder: Path) -> Path:
 
 
 def _harmless(archive: tarfile.TarFile) -> list[tarfile.TarInfo]:
-    """The members of an archive, if each is a file or folder: "../x" or a link is refused."""
+    """All members of an archive; a link, a device, or a path such as "../x" is refused."""
     members = archive.getmembers()
     for member in members:
         path = PurePosixPath(member.name)

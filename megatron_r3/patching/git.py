@@ -1,7 +1,7 @@
 """Runs git so that it gives the same result on every machine.
 
-The user's configuration, attributes, hooks and GIT_* variables have no effect. Applying, reverting
-and status run git in a folder of ours, never in the tree: a repository's configuration can name
+The user's configuration, attributes, hooks and GIT_* variables have no effect. Apply, revert and
+status run git in a temporary folder, never in the tree: a repository's configuration can name
 programs, and git would run them.
 """
 
@@ -43,11 +43,11 @@ _ENVIRONMENT = {
 
 
 class PatchingError(ValueError):
-    """A refusal: the message names the file, what to do, and files that stay changed, if any."""
+    """A refusal: the message says what is wrong, and which files stay changed, if any do."""
 
 
 def names(items: Sequence[str], most: int = 5) -> str:
-    """Join the items into one line of text: `most` of them, then how many more there are."""
+    """One line of text: the first `most` items, then how many more there are."""
     listed = ", ".join(items[:most])
     return listed if len(items) <= most else f"{listed} and {len(items) - most} more"
 
@@ -67,16 +67,16 @@ def run_git(
     env: dict[str, str] | None = None,
     check: bool = True,
 ) -> subprocess.CompletedProcess[bytes]:
-    """Run git in `folder`, which is the top of a work tree or a bare repository.
+    """Run git in `folder`; git looks for no repository above it.
 
     Raises:
         PatchingError: git is not installed, or (with `check`) it failed; the message is git's.
     """
     full_env = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
-    # With "." on PATH, a program called `git` that lies in the tree would be run.
+    # If "." were on PATH, a program called `git` in `folder` would be run.
     full_env["PATH"] = os.pathsep.join(filter(os.path.isabs, os.get_exec_path()))
-    # Git must never look for a repository above `folder`: below another repository's work tree
-    # `git apply` prints "Skipped patch", changes nothing and exits with 0.
+    # If `folder` is inside another repository's work tree, `git apply` without this ceiling prints
+    # "Skipped patch", changes nothing and exits with 0.
     full_env |= _ENVIRONMENT | {"GIT_CEILING_DIRECTORIES": str(folder.resolve().parent)}
     pins = [word for key, value in _PINS.items() for word in ("-c", f"{key}={value}")]
     try:
@@ -101,7 +101,7 @@ def git(folder: Path, *args: str, stdin: bytes = b"", env: dict[str, str] | None
 
 
 def new_repository(folder: Path) -> Path:
-    """Make an empty git repository of ours in `folder`, and return the folder."""
+    """Make an empty git repository in `folder`, and return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     git(folder, "init", "--quiet", "--template=")  # no sample hooks, no info/exclude
     return folder

@@ -1,7 +1,7 @@
 """The commands on patches: apply, revert, status and megatron.
 
-Each returns 0; `status` returns 1 for a tree that is unknown or half applied. A refusal is a
-PatchingError, which `megatron_r3.cli` prints as one error.
+Each command returns 0, except that `status` returns 1 for a tree that is unknown or half applied. A
+refusal is a PatchingError, which `megatron_r3.cli` prints as one error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_r3.patching.unreleased import find_fits, how_to_take
 from megatron_r3.patching.versions import patches_folder, read_versions
 
 Run = Callable[[argparse.Namespace], int]
-Commands = argparse._SubParsersAction  # argparse has no public name for it
+Commands = argparse._SubParsersAction  # argparse has no public name for this class
 
 
 def add_commands(commands: Commands) -> None:
@@ -34,17 +34,17 @@ def add_commands(commands: Commands) -> None:
     ):
         argument = add_command(commands, name, run, summary)
         argument("tree", type=Path, metavar="DIR", help="the Megatron-LM tree")
-        argument("--line", default="", help="release line of the tree (default: told by its files)")
+        argument("--line", default="", help="release line of the tree (default: the one that fits)")
         if name == "apply":
-            hint = "take a tree between releases too, if the patches of a line fit it exactly"
+            hint = "also patch a tree between releases, if the patches of a line fit it exactly"
             argument("--unreleased", action="store_true", help=hint)
-            hint = f"apply these groups of patches alone ({', '.join(g.name for g in GROUPS)})"
+            hint = f"apply only these groups of patches ({', '.join(g.name for g in GROUPS)})"
             argument("--groups", nargs="+", default=(), metavar="NAME", help=hint)
 
     argument = add_command(
         commands, "megatron", run_megatron, "fetch a Megatron-LM tree that the patches fit"
     )
-    hint = "a release line or a tree of versions.toml (default: the default there)"
+    hint = "a release line or a tree of versions.toml (default: the file's own default)"
     argument("--version", metavar="NAME", help=hint)
     hint = "source package from PyPI, or commit from git (default: pypi)"
     argument("--source", choices=("pypi", "git"), default="pypi", help=hint)
@@ -64,7 +64,7 @@ def add_command(commands: Commands, name: str, run: Run, summary: str) -> Callab
 
 
 def patches_of(args: argparse.Namespace) -> Path:
-    """The folder of patches that was asked for."""
+    """The folder that --patches names; by default the folder that came with megatron-r3."""
     return args.patches or patches_folder()
 
 
@@ -88,7 +88,7 @@ def run_revert(args: argparse.Namespace) -> int:
 
 
 def run_status(args: argparse.Namespace) -> int:
-    """Print the state first, as `applied: TREE` for scripts, then what it means."""
+    """Print `STATE: TREE`, which scripts read, then which release the tree is and what to do."""
     versions = read_versions(patches_of(args))
     status = identify(args.tree, versions, args.line)
     print(f"{status.state.value}: {status.root}")  # the image's build looks for `applied: `
@@ -107,7 +107,7 @@ def run_status(args: argparse.Namespace) -> int:
     if status.state is TreeState.HALF_APPLIED:
         rest = [p for p in status.files if p not in status.patched and p not in status.absent]
         print(f"patched: {names(status.patched)}; not patched: {names(rest)}")
-        print("an apply or a revert was interrupted: apply finishes it, revert undoes it")
+        print("an apply or a revert was interrupted: apply puts in all patches, revert removes all")
         return 1
     if checked := _checked(status):
         print(checked)
@@ -115,7 +115,7 @@ def run_status(args: argparse.Namespace) -> int:
 
 
 def _checked(status: TreeStatus) -> str:
-    """What the record says of `make check`; empty for a release that was not checked here."""
+    """What the record says of the last `make check` of the tree; empty for an unchecked release."""
     record = read_record(status.root)
     again = f"make check MEGATRON={_quoted(status)}"
     if record is None or record.checked is None:
@@ -134,9 +134,9 @@ def _differ(tree: Unreleased) -> str:
 
 
 def _groups(status: TreeStatus) -> str:
-    """The groups that are in the tree (or would be, once it is patched), and those left out."""
+    """The groups that are in the tree, or that apply would put there, and the groups left out."""
     rest = names(status.unreleased.left_out if status.unreleased else ())
-    return f"groups: {', '.join(status.groups)}" + (f"; not in it: {rest}" if rest else "")
+    return f"groups: {', '.join(status.groups)}" + (f"; left out: {rest}" if rest else "")
 
 
 def _quoted(status: TreeStatus) -> str:
@@ -144,7 +144,7 @@ def _quoted(status: TreeStatus) -> str:
 
 
 def run_megatron(args: argparse.Namespace) -> int:
-    """Fetch a tree, or say that it is there."""
+    """Fetch a tree, or say that the tree is there already."""
     versions = read_versions(patches_of(args))
     default = versions.default.name if args.source == "pypi" else versions.default_line.name
     _, tree = versions.find(args.version or default, args.source)
@@ -164,7 +164,8 @@ def _done(verb: str, where: str, change: Change) -> str:
     status = change.status
     if not change.files:
         return f"{status.root} is already {status.state.value}: {_tree(status)}, nothing to do"
-    rest = ", the others were done before" if change.before is TreeState.HALF_APPLIED else ""
+    half = change.before is TreeState.HALF_APPLIED
+    rest = "; the other files were changed before" if half else ""
     return (
         f"{verb} {_size(status)} {where} {status.root} ({_tree(status)}); files changed: "
         f"{len(change.files)}{rest}{_absent(status)}"
@@ -187,5 +188,5 @@ def _absent(status: TreeStatus) -> str:
 
 
 def left_out_of(name: str, absent: tuple[str, ...]) -> str:
-    """Say which files of the patches a tree does not have; nothing if it has all."""
+    """Text that names the files of the patches that a tree lacks; empty if there are none."""
     return f"; not in {name}, so left out: {', '.join(absent)}" if absent else ""

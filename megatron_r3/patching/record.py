@@ -2,8 +2,8 @@
 
 versions.toml knows the files of releases. For any other tree, and for a release that gets only some
 groups, `apply` writes a record of what it does: one diff, with the blob ids of each file before and
-after. The diff alone is enough to finish an apply that was killed, and to take the patches back
-even with a later megatron-r3 that has other patches. The record lies in the tree:
+after. The diff is enough to finish an apply that was killed, and to take the patches back with a
+later megatron-r3 that has other patches. The record lies in the tree:
 
     .git/megatron-r3.json     in a checkout, inside the git directory of this work tree: git does
                               not see the file, and neither git clean nor git stash removes it
@@ -37,14 +37,14 @@ class Unreleased:
     Attributes:
         line: the release line whose patches fit.
         near: the known tree of that line from which the fewest files differ.
-        differ: the files of these patches that are not those of `near`.
-        absent: files of the patches that the tree lacks, as `near` does.
+        differ: the files that the patches change and that, unpatched, are not those of `near`.
+        absent: files of the patches that `near` lacks, and the tree too.
         groups: the groups whose patches are in the tree; `left_out` are the line's other groups.
-        num_patches: how many patches these are.
-        series: the digest of these patches, from `series_digest`.
-        version: the version of megatron-r3 that had them.
-        diff: from the unpatched files to the patched ones. Bytes that are not UTF-8 are in it as
-            Python's surrogates, for example "\\udcff" for the byte 0xff.
+        num_patches: how many patches `groups` have.
+        series: the digest of the patches of `groups`, from `series_digest`.
+        version: the version of megatron-r3 that applied the patches.
+        diff: from the unpatched files to the patched files. A byte that is not UTF-8 is written as
+            Python's surrogate, for example "\\udcff" for the byte 0xff.
     """
 
     line: str
@@ -71,7 +71,7 @@ class Unreleased:
         return len(self.patch(Path(NAME)).changes)
 
     def patch(self, file: Path) -> Patch:
-        """The diff as one patch; errors call it `file`."""
+        """The diff as one patch; errors name `file` as its source."""
         diff = self.diff.encode(errors="surrogateescape")
         return Patch(file, "what this record says", "", read_changes(diff, file))
 
@@ -84,7 +84,7 @@ class CheckedOn:
         date: the day, in UTC: 2026-11-22.
         files: what `files_digest` gave for the tree that was checked.
         version: the version of megatron-r3 that checked it.
-        not_run: the checks for which there was nothing to run, such as tests that are not there.
+        not_run: the checks for which the tree had nothing to run, for example no tests.
     """
 
     date: str
@@ -95,7 +95,7 @@ class CheckedOn:
 
 @dataclass(frozen=True)
 class Record:
-    """The contents of the file; a tree of versions.toml has `tree` None."""
+    """The contents of a record file; `tree` is None for a release that has all groups."""
 
     tree: Unreleased | None = None
     checked: CheckedOn | None = None
@@ -107,7 +107,7 @@ def record_path(root: Path) -> Path:
     if git.is_file():  # `git worktree add` and submodules: "gitdir: ../repo/.git/worktrees/name"
         git = root / git.read_text(errors="replace").removeprefix("gitdir: ").strip()
     inside = git.resolve() / NAME if (git / "HEAD").is_file() else outside
-    # A tree that became a checkout later keeps the record that it has.
+    # A tree that became a checkout after it was patched keeps the record outside .git.
     return outside if outside.exists() and not inside.exists() else inside
 
 
@@ -147,12 +147,12 @@ def _parse(data: Any, path: Path) -> Record:
 
 
 def _with_tuples(fields: dict[str, Any] | None) -> dict[str, Any]:
-    """JSON has lists where the record has tuples."""
+    """The fields of a JSON object, each list as a tuple; {} for null."""
     return {k: tuple(v) if isinstance(v, list) else v for k, v in (fields or {}).items()}
 
 
 def write_record(root: Path, record: Record) -> None:
-    """Write the record of `root`, whole or not at all; a record that says nothing is removed.
+    """Write the record of `root`, whole or not at all; an empty `Record()` removes the file.
 
     Raises:
         PatchingError: the file cannot be written.
@@ -170,7 +170,7 @@ def remove_record(root: Path) -> None:
 
 
 def series_digest(series: Series, groups: Collection[str] = ()) -> str:
-    """A digest of all diffs of a series, or of these groups of it, to tell two versions apart."""
+    """A digest of the diffs of a series' patches; with `groups` only of the patches in these."""
     patches = [patch for patch in series.patches if not groups or patch.group in groups]
     diffs = [change.diff for patch in patches for change in patch.changes]
     return digest(b"".join(b"%d " % len(diff) + diff for diff in diffs))

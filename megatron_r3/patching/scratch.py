@@ -1,7 +1,7 @@
 """A temporary git repository, in which patches are tried before a tree is touched.
 
-Only the files that a series changes are copied into the folder. Git applies the patches there, one
-after the other, and what it makes of each file is compared with what the patch promises.
+Only the files that a series changes are copied into its folder. Git applies the patches there, one
+after the other, and the blob id of each changed file is compared with the id in the patch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_r3.patching.tree_files import FileOnDisk
 # "error: a.py: No such file or directory"
 _FAILED = re.compile(r"^error: patch failed: (?P<path>.+):(?P<line>\d+)$")
 _MISSING = re.compile(r"^error: (?P<path>.+): (?P<why>No such file .*|already exists in .*)$")
-# and of a hunk that is not where the patch names it:
+# what `git apply --verbose` says of a hunk that is at another line than the patch names:
 # "Hunk #2 succeeded at 812 (offset -30 lines)."
 _OFFSET = re.compile(rb"^Hunk #\d+ succeeded at \d+ \(offset -?(\d+) lines?\)\.$", re.M)
 
@@ -30,9 +30,9 @@ class PatchFailed(PatchingError):
     """A patch does not fit.
 
     Attributes:
-        number: the place of the patch in its series, from 1.
-        failures: each file that the patch does not fit, with a line or a reason.
-        path: the first of those files; `where` is its line or reason.
+        number: which patch of its series this is, counted from 1.
+        failures: by file that the patch does not fit, PATH:LINE or "PATH: REASON".
+        path: the first of those files; `where` is its text in `failures`.
     """
 
     def __init__(self, number: int, patch: Patch, failures: Mapping[str, str]):
@@ -41,7 +41,7 @@ class PatchFailed(PatchingError):
         super().__init__(f"{patch.file.name} does not apply at {self.where}")
 
     def explain(self, num_patches: int, *more: str) -> str:
-        """What a user reads, for example:
+        """The text for the user; `more` are further lines at its end. For example:
 
         patch 2 of 10 does not apply: 0002-Ask-the-hook.patch
           at: megatron/core/transformer/moe/router.py:120
@@ -53,11 +53,11 @@ class PatchFailed(PatchingError):
 
 
 class Scratch:
-    """Files in a git repository of ours, where git may run (see git.py)."""
+    """Copies of a tree's files in a new git repository, because git must not run in the tree."""
 
     def __init__(self, folder: Path, files: Mapping[str, FileOnDisk]) -> None:
         self.folder = new_repository(folder)
-        # `diff` of a file that a patch deletes has the file's mode, so that a revert can restore it
+        # the files have their modes, so that `diff` names the mode of a file that a patch deletes
         self._executables = {path for path, file in files.items() if file.executable}
         self.put({path: file.data for path, file in files.items()})
 
@@ -81,14 +81,15 @@ class Scratch:
     def apply(
         self, number: int, patch: Patch, changes: Collection[FileChange], *, reverse: bool = False
     ) -> int:
-        """Apply these parts of a patch: all of them, or none.
+        """Apply the parts `changes` of a patch: all of them, or none.
 
         Returns:
-            By how many lines all hunks together are away from where the patch names them.
+            The sum, over all hunks, of the lines by which the hunk is away from its place in the
+            patch.
 
         Raises:
             PatchFailed: a part does not fit.
-            PatchingError: a part fits, but does not give the file that the patch promises.
+            PatchingError: a part fits, but the file's blob id is then not the one in the patch.
         """
         diffs = {change.path: change.diff for change in changes}
         before = self.contents(diffs)
@@ -109,7 +110,7 @@ class Scratch:
         return sum(int(offset) for offset in _OFFSET.findall(done.stderr))
 
     def snapshot(self) -> str:
-        """The id that git gives to all files as they are now."""
+        """The id of git's tree object that has all files as they are at this time."""
         git(self.folder, "add", "--all", "--force")
         return git(self.folder, "write-tree")
 
@@ -127,7 +128,7 @@ def scratch(files: Mapping[str, FileOnDisk]) -> Iterator[Scratch]:
 
 
 def _failures(stderr: bytes, first: str) -> dict[str, str]:
-    """Each file that git's message is about, and where in it the patch failed."""
+    """By file of git's error messages: where in the file the patch fails, or why."""
     failures: dict[str, str] = {}
     lines = stderr.decode(errors="replace").splitlines()
     for line in lines:
@@ -143,12 +144,13 @@ def _failures(stderr: bytes, first: str) -> dict[str, str]:
 def patched_contents(status: TreeStatus, *, reverse: bool = False) -> dict[str, bytes | None]:
     """The contents of a tree's files after the series is applied or, with `reverse`, taken back.
 
-    Each file starts from the place in its chain at which it is now. Unknown files are tried from
-    the first patch on; `reverse` leaves them alone. None stands for a file that is then not there.
+    Only the patches that a file lacks are applied to the file; with `reverse` only those that are
+    in it are taken back. All patches are tried on a file with unknown content; `reverse` does not
+    change such a file. None stands for a file that does not exist afterwards.
 
     Raises:
         PatchFailed: a patch does not fit.
-        PatchingError: the patches fit but do not give the files that they promise.
+        PatchingError: the patches fit, but a file then has another blob id than they promise.
     """
     due: list[tuple[int, Patch, list[FileChange]]] = []
     for number, patch in enumerate(status.series.patches, 1):

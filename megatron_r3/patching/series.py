@@ -1,10 +1,10 @@
-"""The patches of one release line: how they are read, what rules they keep, how they are numbered.
+"""Reads the patches of a release line: a series.
 
-A series is what `git format-patch --full-index --no-renames` writes: numbered files that change,
-add or delete text files. The full blob ids in a patch say which file it starts from and which file
-it gives; a tree is recognised by those ids. A number stands for one purpose, and is the same in
-every line; a line without such a patch has a gap there. The hundred of the number says which group
-the patch is in: 0003 is of r3, 0203 of engine.
+A series is what `git format-patch --full-index --no-renames` writes: numbered patch files that
+change, add or delete text files. A patch has the full blob ids of each text file before and after;
+a tree is recognised by these ids. A number stands for the same subject in every line; a line that
+has no such patch leaves out the number. The first two digits of the number say in which group the
+patch is: 0003 is in r3, and 0203 in engine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Group:
     """Patches that go into a tree together, or are left out together; see docs/how-it-works.md.
 
     Attributes:
-        needs: the groups without which this one is left out.
+        needs: the groups that must be in the tree, too; else this group is left out.
     """
 
     name: str
@@ -50,9 +50,9 @@ NEEDED = "r3"  # without --groups, a tree to which this group does not apply is 
 
 # the head of a file's part of a patch:
 #   diff --git a/megatron/a.py b/megatron/a.py
-#   new file mode 100755                         (only where the file is new or deleted)
-#   index 0000...0000..<40 hex> 100644           (zeros: no file; the mode is missing where it is
-#                                                 in the line above)
+#   new file mode 100755                         (only if the file is new or deleted)
+#   index 0000...0000..<40 hex> 100644           (zeros: no file; without a mode if the line above
+#                                                 has the mode)
 _INDEX = re.compile(r"index ([0-9a-f]{40})\.\.([0-9a-f]{40})(?: (100644|100755))?")
 _CREATED = re.compile(r"(?:new|deleted) file mode (100644|100755)")
 _NUMBERED = re.compile(r"(?!0000)\d{4}-", re.ASCII)
@@ -77,7 +77,7 @@ class FileChange:
 
 @dataclass(frozen=True)
 class Patch:
-    """One patch; each file is in it once.
+    """One patch; no two of `changes` are about the same file.
 
     Attributes:
         message: the body of the mail, up to the line that is only '---'.
@@ -106,7 +106,7 @@ class Patch:
 
 @dataclass(frozen=True)
 class Series:
-    """The patches of a release line in order, and the chain of blobs of each file."""
+    """The patches of a release line in order, and the blob ids of each file that they change."""
 
     line: str
     patches: tuple[Patch, ...]
@@ -118,7 +118,7 @@ class Series:
         return tuple(dict.fromkeys(patch.group for patch in self.patches))
 
     def place(self, change: FileChange) -> int:
-        """Where in the file's chain of blobs the change starts; it ends one place later."""
+        """The index of the change's blob id `pre` in the file's chain in `blobs`."""
         changes = [each for patch in self.patches for each in patch.changes]
         return [each for each in changes if each.path == change.path].index(change)
 
@@ -127,15 +127,15 @@ def read_series(folder: Path) -> Series:
     """Read the patches of the release line that `folder` is named after.
 
     Raises:
-        PatchingError: naming the folder without patches, or the patch that is unreadable, has a
-            wrong number or does not follow those before it.
+        PatchingError: the folder has no patches; or a patch is unreadable, has a wrong number, or
+            does not start from the files that the patches before it give.
     """
     files = sorted(folder.glob("*.patch"))
     if not files:
         raise PatchingError(f"{folder}: no patches")
     for before, file in zip([None, *files], files, strict=False):
         if not _NUMBERED.match(file.name):
-            raise PatchingError(f"{file}: the patches are numbered; expected 0001-*.patch and on")
+            raise PatchingError(f"{file}: expected a name with four digits first: 0001-*.patch")
         if int(file.name[:4]) >= 100 * len(GROUPS):
             raise PatchingError(f"{file}: no group has the numbers from {file.name[:2]}00 on")
         if before and before.name[:4] == file.name[:4]:
@@ -145,7 +145,7 @@ def read_series(folder: Path) -> Series:
     for patch in patches:
         for change in patch.changes:
             chain = blobs.setdefault(change.path, [change.pre])
-            # No id may come twice: a file's id must say how many of its patches are applied.
+            # No id may come twice: from a file's id follows how many of its patches are applied.
             if chain[-1] != change.pre or change.post in chain:
                 raise PatchingError(
                     f"{patch.file}: does not follow the patches before it in {change.path}: "
@@ -210,7 +210,7 @@ def _file_change(diff: bytes, file: Path) -> FileChange:
 def _path(pair: str, file: Path) -> str:
     """The path in "a/PATH b/PATH". A rename, or a path that leaves the tree, is refused.
 
-    Both halves are equally long: "a/x b/x" has 7 characters, and pair[2:3] is the path.
+    Example: "a/x b/x" has 7 characters, so the path is pair[2:3].
     """
     path = pair[2 : len(pair) // 2]
     parts = path.split("/")

@@ -5,8 +5,8 @@ nothing (upstream's tag core_v0.19.0 calls itself 0.19.1), and the tree need not
 A known file has a place in its chain of blobs: place 0 is the base, the last place is patched.
 Example: two patches change router.py, so its chain is (a, b, c). A file with the id b has place 1:
 the first patch is in it, the second is not. The chains of a release are those of its patches and of
-versions.toml. An unreleased tree that was patched has a record of itself, with a diff that counts
-as one patch. No other file is looked at, and git does not run.
+versions.toml. An unreleased tree that was patched has a record, with a diff that counts as one
+patch. No file is read that no patch changes, except the record, and git does not run.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class TreeState(Enum):
 
     PRISTINE = "pristine"
     APPLIED = "applied"
-    HALF_APPLIED = "half applied"  # each file is known; an apply or revert was killed
-    UNKNOWN = "unknown"  # a file is neither base nor patched
+    HALF_APPLIED = "half applied"  # all files are known, but only some patches are in them
+    UNKNOWN = "unknown"  # a file's blob id is not in its chain
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ class TreeStatus:
     """A directory compared with the known tree that it matches best.
 
     Attributes:
-        names: the known trees that the directory matches equally well; `tree` is the first.
+        names: the names of the known trees that the directory matches equally well; the first is
+            that of `tree`.
         files: the files of the series as they were read.
         blobs: the chain of each file in `tree`; (None,) for a file that `tree` lacks.
         unreleased: what the record of the tree says, if `series` is made from it; else None.
@@ -55,7 +56,7 @@ class TreeStatus:
 
     @cached_property
     def places(self) -> dict[str, int | None]:
-        """The index of each file in its chain, or None where its id is not in the chain."""
+        """The index of each file's blob id in its chain; None if the id is not in the chain."""
         ids = {path: self.files[path].blob for path in self.blobs}
         return {
             path: chain.index(ids[path]) if ids[path] in chain else None
@@ -69,15 +70,15 @@ class TreeStatus:
 
     @property
     def absent(self) -> tuple[str, ...]:
-        """The files of these patches that the tree is known to lack."""
+        """The files of the patches that the tree is known to lack."""
         return self.unreleased.absent if self.unreleased else self.tree.absent
 
     def with_files(self, files: Mapping[str, FileOnDisk]) -> TreeStatus:
-        """The same comparison, with other contents of the files."""
+        """This status for other contents of the files."""
         return replace(self, files=files)
 
     def read_again(self) -> TreeStatus:
-        """The same comparison, with the files as they are now."""
+        """This status for the files as they are on the disk now."""
         return self.with_files({path: read_file(self.root, path) for path in self.files})
 
     @property
@@ -97,14 +98,14 @@ class TreeStatus:
 
     @property
     def unknown(self) -> list[str]:
-        """The files that are neither base nor patched."""
+        """The files whose blob ids are not in their chains."""
         return [path for path, place in self.places.items() if place is None]
 
     @property
     def num_recognised(self) -> int:
-        """How many existing files are known; 0 means another version altogether.
+        """How many existing files are known; 0 means that the tree is of no known version.
 
-        A file with CRLF line ends counts if it is known with LF in their place.
+        A file with CRLF line ends counts if the same file with LF is known.
         """
         return len(self.crlf) + sum(
             place is not None and self.files[path].data is not None
@@ -113,7 +114,7 @@ class TreeStatus:
 
     @property
     def crlf(self) -> list[str]:
-        """The files of `unknown` that would be known with LF for CRLF."""
+        """The files of `unknown` that would be known with LF in place of CRLF."""
         lf = {path: self.files[path].lf_blob for path in self.unknown}
         return [path for path, blob in lf.items() if blob is not None and blob in self.blobs[path]]
 
@@ -172,7 +173,7 @@ def identify(root: Path, versions: Versions, line: str = "") -> TreeStatus:
 
 
 def from_record(root: Path, versions: Versions, record: Unreleased) -> TreeStatus:
-    """`root` compared with what its record says, whatever the patches are today."""
+    """The status of `root` by its record alone, whatever patches `versions.folder` has."""
     folder = versions.folder / record.line
     gone = Line(record.line, folder, "", "", "", ())  # versions.toml may have dropped the line
     line = next((known for known in versions.lines if known.name == record.line), gone)
@@ -187,7 +188,7 @@ def from_record(root: Path, versions: Versions, record: Unreleased) -> TreeStatu
 def compare(
     root: Path, line: Line, series: Series, tree: KnownTree, files: Mapping[str, FileOnDisk]
 ) -> TreeStatus:
-    """How far the files are patched, if they are the files of `tree`.
+    """The status of `files` if they are compared with the chains of `tree`.
 
     Raises:
         PatchingError: the entry of `tree` in versions.toml does not fit the series.

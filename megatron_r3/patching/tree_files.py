@@ -22,7 +22,7 @@ from megatron_r3.patching.git import PatchingError, blob_id, names
 
 @dataclass(frozen=True)
 class FileOnDisk:
-    """A file as it was read; without a file both fields are None, and git's output has no stat."""
+    """What was read of a file: `data` is None if there is none, `stat` also for git's output."""
 
     data: bytes | None
     stat: os.stat_result | None = None
@@ -46,10 +46,10 @@ class FileOnDisk:
 
 
 def read_file(root: Path, path: str) -> FileOnDisk:
-    """Read one file of a tree.
+    """Read one file of a tree; the data of a missing file is None.
 
     Raises:
-        PatchingError: it cannot be read, is not a plain file, or lies behind a symlink.
+        PatchingError: the file cannot be read, is no plain file, or is reached over a symlink.
     """
     for part in (path, *map(str, Path(path).parents)):
         # A file behind a link may belong to another tree; writing it would change that tree.
@@ -90,13 +90,13 @@ def replace_files(
     """Write the `new` contents of some of the `old` files, all or none; None removes a file.
 
     A replaced file keeps its mode, and its owner if this process may set it; a created file gets
-    the mode that git would give it.
-    Folders are made where needed, and removed where they end up empty. A hard link is cut, not
-    followed, because package installers share one file between environments.
+    the mode that git would give it. Folders are made if needed, and removed if they end up empty.
+    A file of `root` that another environment shares by a hard link (package installers do that)
+    stays unchanged in the other environment.
 
     Raises:
-        PatchingError: a file cannot be written. All files are as they were, or the message says
-            which ones are not.
+        PatchingError: a file cannot be written. All files are as they were, or the message names
+            the files that are not.
     """
     executables = set(executables)
     path = ""
@@ -118,9 +118,9 @@ def replace_files(
 
 
 def remove_leftovers(root: Path, paths: Iterable[str]) -> None:
-    """Remove what an apply or revert, killed or not, left beside these files.
+    """Remove what an apply or revert left beside these files, and the empty folders of lost files.
 
-    That is a new file that was not renamed yet, and the empty folders of a file that is gone.
+    Beside a file lies its new content, if the process was killed before the rename.
     """
     for path in paths:
         with suppress(OSError):
@@ -139,7 +139,7 @@ def _stage(target: Path, data: bytes, old: os.stat_result | None, executable: bo
     """Write `data` beside `target`, with the mode and owner that `target` shall have."""
     target.parent.mkdir(parents=True, exist_ok=True)
     _staged(target).unlink(missing_ok=True)
-    # O_EXCL: if somebody puts a symlink in this place now, it is not followed
+    # O_EXCL: if a symlink has this name by now, the open fails and does not follow the link
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     with open(os.open(_staged(target), flags, 0o777 if executable else 0o666), "wb") as file:
         file.write(data)
@@ -157,7 +157,7 @@ def _put(target: Path, *, exists: bool) -> None:
 
 
 def _restore(root: Path, old: Mapping[str, FileOnDisk], executables: set[str]) -> None:
-    """Bring back every file that is not as it was; the other files are not touched."""
+    """Write every file back that is not as in `old`; files that are as in `old` are not touched."""
     lost = []
     for path, file in old.items():
         target = root / path

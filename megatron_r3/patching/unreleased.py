@@ -1,10 +1,10 @@
-"""Trees that versions.toml does not list, to which groups of patches apply all the same.
+"""Finds the patches that apply to a tree that versions.toml does not list.
 
-Such a tree lies between two releases: a commit that a framework pins, or a fork. The patches must
-apply to its files exactly, as `git apply` means it: every line of context is there, in the same
-order; only the line numbers may differ. A group that does not apply is left out, except r3, which
-must apply; with --groups all of these must. A release that shall get only some groups is handled as
-such a tree too.
+Such a tree is for example a commit between two releases that a framework pins, or a fork. The
+patches must apply to its files exactly, as `git apply` means it: every line of context is there, in
+the same order; only the line numbers may differ. The group r3 must apply; any other group that does
+not apply is left out. With --groups every named group must apply. A release that shall get only
+some groups is handled in the same way.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ class Fit:
 
     Attributes:
         tree: what the record of the tree will say.
-        moved: by how many lines all hunks together are away from where the patches name them.
-        left_out: why a group that was tried is left out, by name: the place that does not fit, or
-            which group it needs.
+        moved: the sum, over all hunks, of the lines by which the hunk is away from its place in
+            the patch.
+        left_out: by the name of a group that was tried and left out, the reason: the file and line
+            that does not fit, or the group that it needs.
     """
 
     tree: Unreleased
@@ -42,7 +43,7 @@ class Fit:
 
     @property
     def size(self) -> str:
-        """How near the known tree is, in a few words.
+        """The release line and how far its nearest known tree is, in a few words.
 
         Example: "main (8 of 11 files differ from main of 2026-08-22, hunks moved by 40 lines)".
         """
@@ -58,13 +59,13 @@ class Fit:
 
     @property
     def distance(self) -> tuple[int, int, int, int]:
-        """The sort key of the lines that fit: the nearest line has the least.
+        """The sort key of the lines that fit: the nearest line has the smallest key.
 
         The number of patches counts before the number of differing files: if a patch applies, the
         tree lacks what the patch brings. Example: the series of main and of core_r0.19.0 apply to
-        commit 14346b65, and more of its files are those of main. But it lacks a fix that main has,
-        and core_r0.19.0 has as a patch. With the patches of main a training would end with an
-        error: they expect another shape of the padding mask.
+        commit 14346b65, and main has more of its files. But the commit lacks a fix that main has,
+        and that core_r0.19.0 has as a patch. With the patches of main a training would end with an
+        error, because they expect another shape of the padding mask.
         """
         tree = self.tree
         return len(self.left_out), -tree.num_patches, len(tree.differ), self.moved
@@ -73,11 +74,9 @@ class Fit:
 def find_fits(
     root: Path, versions: Versions, line: str = "", wanted: Collection[str] = ()
 ) -> list[Fit]:
-    """The lines whose patches apply to the unpatched tree `root`, or only `line` if it is given.
+    """A `Fit` for each line whose patches apply to the unpatched tree `root`, nearest line first.
 
-    The line with the fewest groups to leave out is the first. Equal lines are ordered by the most
-    patches, then by the fewest files that differ from the nearest known tree, then by how little
-    the hunks move.
+    With `line` only this line is tried. `Fit.distance` gives the order.
 
     Args:
         wanted: the groups to apply, which must all fit; empty for r3 and what else applies.
@@ -95,19 +94,18 @@ def find_fits(
 
 
 def fit_line(root: Path, line: Line, wanted: Collection[str] = ()) -> Fit | None:
-    """The groups of `line` that apply to the tree `root`; None if the line's patches do not fit.
+    """The groups of `line` that apply to the tree `root`.
 
-    They do not fit a tree that has patched files, or files that the nearest known tree lacks; nor
-    if the line has no patches of a wanted group.
+    Returns None if the tree has patched files, or a file that the nearest known tree lacks, or if
+    the line has no patches of a wanted group.
 
     Raises:
-        PatchFailed: a group that must apply does not.
+        PatchFailed: a group that must apply does not apply.
     """
     series = read_series(line.folder)
     files = {path: read_file(root, path) for path in series.blobs}
     matches = [compare(root, line, series, tree, files) for tree in line.trees]
     nearest = min(matches, key=lambda match: len(match.unknown))
-    # A tree with a patched file is refused, whatever can still be applied to it.
     if nearest.patched or any(files[path].data is not None for path in nearest.tree.absent):
         return None
     present = {path: file for path, file in files.items() if path not in nearest.tree.absent}
@@ -137,7 +135,7 @@ def fit_line(root: Path, line: Line, wanted: Collection[str] = ()) -> Fit | None
 def _apply_groups(
     ours: Scratch, series: Series, wanted: Collection[str], present: Collection[str]
 ) -> tuple[list[str], dict[str, str], int]:
-    """The groups that applied, why others were left out, and by how many lines hunks moved."""
+    """The groups that applied, why others were left out, and the sum of the hunks' offsets."""
     groups: list[str] = []
     left_out: dict[str, str] = {}
     moved = 0
@@ -161,7 +159,7 @@ def _apply_groups(
 
 
 def _apply_group(ours: Scratch, series: Series, group: str, present: Collection[str]) -> int:
-    """Apply a group's patches to the files that are present; return by how far hunks moved."""
+    """Apply a group's patches to the present files; return the sum of the hunks' offsets."""
     moved = 0
     for number, patch in enumerate(series.patches, 1):
         changes = [change for change in patch.changes if change.path in present]
@@ -171,10 +169,10 @@ def _apply_group(ours: Scratch, series: Series, group: str, present: Collection[
 
 
 def choose(root: Path, fits: list[Fit]) -> tuple[Fit, str]:
-    """The nearest line of those that fit, and text about groups left out and the other lines.
+    """The nearest fit, and text about the groups that it leaves out and the other lines that fit.
 
     Raises:
-        PatchingError: two lines are equally near, so that nothing says which one is meant.
+        PatchingError: two lines are equally near; the message asks for --line.
     """
     first, others = fits[0], fits[1:]
     equal = [fit for fit in others if fit.distance == first.distance]

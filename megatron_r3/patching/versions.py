@@ -35,7 +35,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-# what the strings of a tree's entry must look like, and how a message says that
+# the strings of a tree's entry: the pattern of each, and what a message says was expected
 _HEX = r"[0-9a-f]{40}"
 _STRINGS = {
     "name": (r"(?s).*", "a string"),
@@ -114,7 +114,7 @@ class Versions:
 
 
 def patches_folder() -> Path:
-    """The patches that came with this package: inside it in a wheel, beside it in a checkout."""
+    """The folder of this package's patches: inside the package in a wheel, else beside it."""
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "patches", package.parent / "patches"):
         if (folder / "versions.toml").is_file():
@@ -138,7 +138,7 @@ def read_versions(folder: Path) -> Versions:
 
 
 def parse_versions(text: str, folder: Path) -> Versions:
-    """Check `text` as if `folder`/versions.toml held it; errors as `read_versions`."""
+    """Check `text`, the content of `folder`/versions.toml; errors are those of `read_versions`."""
     file = folder / "versions.toml"
     try:
         data = tomllib.loads(text)
@@ -183,7 +183,7 @@ def _tree(entry: dict[str, Any], where: str) -> KnownTree:
 def _check_keys(table: Any, needed: set[str], allowed: set[str], where: str) -> None:
     if not isinstance(table, dict):
         raise PatchingError(f"{where}: must be a table")
-    # A misspelt key would be a rule that silently does not hold: "absnet" would skip no file.
+    # A misspelt key must not be ignored silently: with "absnet" no file would be skipped.
     for key in sorted(table.keys() - needed - allowed):
         raise PatchingError(f"{where}: unknown key {key!r}")
     for key in sorted(needed - table.keys()):

@@ -73,7 +73,7 @@ def test_a_group_that_does_not_fit_is_left_out_by_name(grouped, path, groups, le
     done = run_cli("apply", tree, "--patches", patches, "--unreleased").stdout
     assert all(f"left out: {one}" in done for one in left_out)
     rest = ", ".join(g for g in ("r3", "guests", "engine", "rl") if g not in groups.split(", "))
-    assert f"\ngroups: {groups}; not in it: {rest}\n" in status_of(grouped)
+    assert f"\ngroups: {groups}; left out: {rest}\n" in status_of(grouped)
     assert path not in identify(tree, read_versions(patches)).patched
     assert revert_series(tree, patches).status.state is TreeState.PRISTINE
     assert snapshot(tree) == before

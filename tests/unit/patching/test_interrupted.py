@@ -88,7 +88,7 @@ def test_a_killed_apply_is_told_by_status(upstream):
     run_cli("apply", *arguments, prelude=KILLED.format(n=2))
     told = run_cli("status", *arguments)
     assert told.returncode == 1
-    assert "apply finishes it, revert undoes it" in told.stdout
+    assert "apply puts in all patches, revert removes all" in told.stdout
 
 
 def failing(real, after, error, times=10**6):

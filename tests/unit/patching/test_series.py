@@ -129,7 +129,7 @@ def test_a_patch_that_others_need_is_missing(upstream):
 @pytest.mark.parametrize("name", ["2-Bind.patch", "0000-Bind.patch", "Bind.patch"])
 def test_a_patch_without_a_number(upstream, name):
     upstream.series[1].rename(upstream.patches / LINE / name)
-    with pytest.raises(PatchingError, match="are numbered") as error:
+    with pytest.raises(PatchingError, match="four digits first") as error:
         read_series(upstream.patches / LINE)
     assert name in str(error.value)
 
