@@ -1,8 +1,8 @@
-"""LoRA adapters of Megatron-Bridge: a policy is written with their products added to the weights.
+"""Adds Megatron-Bridge's LoRA adapters to the weights of a policy that is written.
 
 The adapter of a linear layer `W [out, in]` has `linear_in [r, in]` and `linear_out [out, r]`; the
 layer computes what `W + alpha / r * linear_out @ linear_in` would (megatron/bridge/peft/lora.py,
-releases 0.3.1 and 0.6.0). A model that has other tensors of adapters, as DoRA's, is refused.
+releases 0.3.1 and 0.6.0). A model with other adapter tensors, for example DoRA's, is refused.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class Adapters:
     """The LoRA adapters of a model.
 
     Attributes:
-        alpha: the factor of all of them.
-        parts: linear_in and linear_out of each weight that has an adapter.
+        alpha: LoRA's alpha, the same for all adapters.
+        parts: by weight that has an adapter, the adapter's linear_in and linear_out.
     """
 
     alpha: float
     parts: dict[Place, tuple[Place, Place]]
 
     def beside(self, dtypes: Dtypes) -> dict[Place, torch.dtype]:
-        """These tensors and their adapters, with the dtypes in which to gather them."""
+        """The tensors of `dtypes` and their adapters, with the dtypes in which to gather them."""
         adapted = [place for place in dtypes if place in self.parts]
         exact = (part for place in adapted for part in (place, *self.parts[place]))
         return {**dtypes, **dict.fromkeys(exact, torch.float32)}
@@ -41,8 +41,8 @@ class Adapters:
         """Add each adapter's product to its weight in float32, and remove the adapter.
 
         Args:
-            wholes: gathered tensors; none on a rank that writes none.
-            dtypes: what each weight is rounded to afterwards.
+            wholes: gathered tensors; empty on a rank that writes no tensor.
+            dtypes: the dtype of each weight after the addition.
         """
         for place in wholes.keys() & self.parts.keys():
             linear_in, linear_out = (wholes.pop(part) for part in self.parts[place])
@@ -53,14 +53,14 @@ class Adapters:
 
 
 def adapters_of(models: Sequence[torch.nn.Module], plan: Plan) -> Adapters:
-    """The adapters of all ranks' models. All ranks call it.
+    """The adapters of all ranks' models. All ranks must call this function.
 
     Args:
         models: this rank's model chunks.
         plan: every tensor of the whole model.
 
     Raises:
-        ValueError: adapters differ in alpha, or are switched off. The same on every rank.
+        ValueError: adapters differ in alpha, or are switched off. All ranks raise the same.
     """
     modules: list[Any] = [module for model in models for module in model.modules()]
     mine = {
@@ -74,7 +74,7 @@ def adapters_of(models: Sequence[torch.nn.Module], plan: Plan) -> Adapters:
     if len(found) > 1:
         alphas = [alpha for alpha, _ in found]
         raise ValueError(f"the model's LoRA adapters have the alphas {alphas}; give all the same")
-    if not found:  # tensors that look like adapters are then refused, as any that have no place
+    if not found:  # `write_policy` then refuses tensors of adapters, as any that it cannot map
         return Adapters(0.0, {})
     parts = {place: _parts(place) for place in plan}
     held = {place: both for place, both in parts.items() if plan.keys() >= {*both}}
@@ -82,7 +82,7 @@ def adapters_of(models: Sequence[torch.nn.Module], plan: Plan) -> Adapters:
 
 
 def _parts(weight: Place) -> tuple[Place, Place]:
-    """Where linear_in and linear_out of a weight's adapter would be."""
+    """The places of linear_in and linear_out, if the weight has an adapter."""
     layer = weight.key.removesuffix(".weight") + ADAPTER
     return (
         Place(f"{layer}linear_in.weight", weight.layer, weight.expert),

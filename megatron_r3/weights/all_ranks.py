@@ -1,4 +1,4 @@
-"""What the ranks of a training do together: fail as one, and send tensors to each other.
+"""Ranks exchange values and tensors here, and all raise if a step fails on any rank.
 
 Without process groups this process is the only rank.
 """
@@ -23,7 +23,7 @@ def my_rank() -> int:
 
 
 def everyones(value: T) -> list[T]:
-    """The `value` of each rank, in the order of ranks. All ranks call it."""
+    """The `value` of each rank, in the order of ranks. All ranks must call this function."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -32,13 +32,13 @@ def everyones(value: T) -> list[T]:
 
 
 def agree(error: Exception | None) -> None:
-    """Raise on all ranks, if something has failed on one. All ranks call it.
+    """Raise on all ranks if any rank has an error. All ranks must call this function.
 
     Args:
-        error: what failed on this rank; None if nothing did.
+        error: this rank's error, or None.
 
     Raises:
-        ValueError: the reason of the first rank that failed; the same on every rank.
+        ValueError: the error of the first rank that has one; the same on every rank.
     """
     reasons = everyones(None if error is None else _reason(error))
     if failed := [rank for rank, reason in enumerate(reasons) if reason is not None]:
@@ -48,16 +48,16 @@ def agree(error: Exception | None) -> None:
 
 def _reason(error: Exception) -> str:
     text = one_line(str(error), 1000)
-    # An error of another type is a bug, not a user's mistake. Its text may say little, as an empty
-    # text does, so the type is named.
+    # An error of another type is a bug, and its text may say little, so the type is named. The type
+    # is also named if there is no text.
     expected = isinstance(error, (ValueError, OSError)) and text
     return text if expected else f"{type(error).__name__}: {text}"
 
 
 def together(step: Callable[[], T]) -> T:
-    """Run a step on all ranks; if it fails on one of them, all raise.
+    """Run a step on all ranks; if the step fails on one rank, all ranks raise.
 
-    A rank that raised alone would leave the others waiting for it.
+    If one rank raised alone, the other ranks would wait for it.
 
     Args:
         step: called on every rank; it must not communicate.
@@ -66,7 +66,7 @@ def together(step: Callable[[], T]) -> T:
         What the step returned on this rank.
 
     Raises:
-        ValueError: the step's reason on the first rank that failed; the same on every rank.
+        ValueError: the step's error on the first rank that failed; the same on every rank.
     """
     result: Any = None
     failure = None

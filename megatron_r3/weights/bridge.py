@@ -1,10 +1,11 @@
-"""Who knows the names of a model's weights: a family of this project, Megatron-Bridge, or mbridge.
+"""Chooses what converts a model's weights: a family of this project, Megatron-Bridge, or mbridge.
 
 `auto`, the default choice, takes this project's family if there is one, for two reasons. A bridge
 cannot move every model of a family (gpt-oss, a Qwen3-MoE with a dense layer). And files must not
 depend on which packages are installed: a resumed training compares its policies with those that it
-wrote earlier. Where a bridge works too, it writes the same bytes. For any other model but those of
-REFUSED `auto` takes Megatron-Bridge, then mbridge.
+wrote earlier. If a bridge can move the model too, it writes the same bytes. For a model without a
+family `auto` takes Megatron-Bridge or, if that does not know the model, mbridge; but a model of
+REFUSED is refused.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ CHOICES = ("auto", *BRIDGES, "own")
 
 
 def choice_of_environment() -> str:
-    """What MEGATRON_R3_HF_BRIDGE chooses; `auto` if it is not set.
+    """The value of MEGATRON_R3_HF_BRIDGE; `auto` if the variable is not set or empty.
 
     Raises:
         ValueError: the variable is set to something that is not in CHOICES.
@@ -76,7 +77,7 @@ def choice_of_environment() -> str:
 
 
 def choose(choice: str, config: Mapping[str, Any], where: object, option: str = OPTION) -> str:
-    """Choose who converts the weights of a model, by the packages installed on this rank.
+    """Choose what converts the weights of a model, by the packages installed on this rank.
 
     Args:
         choice: one of CHOICES.
@@ -88,7 +89,8 @@ def choose(choice: str, config: Mapping[str, Any], where: object, option: str = 
 
     Raises:
         ValueError: the chosen library is not installed or does not know the model; with `own`, this
-            project does not know it; or, with `auto`, nobody does, or it is in REFUSED.
+            project has no family for the model; with `auto`, neither this project nor an installed
+            library knows the model, or the model is in REFUSED.
     """
     model_type = config.get("model_type")
     if choice in BRIDGES:
@@ -140,7 +142,9 @@ def _title(name: str) -> str:
 def chosen_family(
     choice: str, directory: Path, models: Sequence[torch.nn.Module], option: str = OPTION
 ) -> Family:
-    """The family that converts weights between a model and a directory. All ranks call it.
+    """The family that converts weights between a model and a directory.
+
+    All ranks must call this function.
 
     Args:
         choice: one of CHOICES.
@@ -158,13 +162,13 @@ def chosen_family(
     titles = everyones("own" if name == "own" else _title(name))
     if len({*titles}) > 1:
         raise ValueError(
-            f"{where}: weights would go through {', '.join(sorted({*titles}))} on different ranks; "
-            "install the same packages on all of them"
+            f"{where}: different ranks would convert the weights with "
+            f"{', '.join(sorted({*titles}))}: install the same packages on all ranks"
         )
     if name == "own":
         return family_named(config.get("model_type"), where)
     if my_rank() == 0:
-        print(f"{where}: weights go through {titles[0]}", file=sys.stderr, flush=True)
+        print(f"{where}: {titles[0]} converts the weights", file=sys.stderr, flush=True)
     places = list(plan_of(together(lambda: pieces_of(models))))
     return together(lambda: _bridged(name, titles[0], directory, config, models, places))
 
@@ -177,7 +181,7 @@ def _bridged(
     models: Sequence[torch.nn.Module],
     places: Sequence[Place],
 ) -> BridgeFamily:
-    """A bridge's family. A model that the bridge cannot move is refused before weights are read."""
+    """The family of a bridge, which checks before any weight is read that it can move the model."""
     chunk: Any = unwrapped(models[0])
     theirs, where = _hf_config(directory), directory / CONFIG
     try:

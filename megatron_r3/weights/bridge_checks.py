@@ -1,7 +1,8 @@
 """Whether a config.json describes a Megatron model that belongs to no family of this project.
 
 The Megatron model is compared with config.json, and with the config that the bridge builds from
-config.json. A field of TransformerConfig that neither covers must have Megatron's default.
+config.json. A field of TransformerConfig that neither comparison covers must have Megatron's
+default.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from megatron_r3.replay.words import quoted
 from megatron_r3.weights.family import ModelSettings
 from megatron_r3.weights.known import BALANCING, defaults, rope_of, routes_itself
 
-# Fields of TransformerConfig that change what a model computes, and that a bridge fills in. All
-# other fields that may change a model, except those of _COMPARED, must have Megatron's default.
+# Fields of TransformerConfig that change what a model computes, and that a bridge sets: for every
+# model, for a model with experts, and for one with latent attention (MLA).
 _BUILT = """
 normalization layernorm_zero_centered_gamma gated_linear_unit activation_func add_bias_linear
 add_qkv_bias qk_layernorm multi_latent_attention attention_output_gate window_size softmax_type
@@ -26,7 +27,8 @@ moe_router_score_function moe_router_num_groups moe_router_group_topk moe_router
 moe_router_topk_scaling_factor
 """.split()
 _BUILT_MLA = "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim".split()
-# compared by `_expected` and `compare_models`, or without effect on plain RoPE
+# Fields that `_expected` and `compare_models` compare, or that change nothing in plain RoPE. Any
+# other field that may change a model must have Megatron's default: see `_refuse_odd`.
 _COMPARED = """
 num_layers hidden_size num_attention_heads num_query_groups kv_channels layernorm_epsilon
 ffn_hidden_size moe_layer_freq moe_router_pre_softmax rotary_base rotary_percent rope_type

@@ -1,8 +1,8 @@
 """A model family whose tensors mbridge or Megatron-Bridge names and converts.
 
-A bridge gives transformers' names for a Megatron tensor, and converts the values. All else (what
-each rank sends, errors on all ranks, files, dtypes) is as for the families of this project. The
-libraries' own export and import are not called, because they
+A bridge gives transformers' names for a Megatron tensor, and converts the values. Everything else
+(what each rank sends, errors on all ranks, files, dtypes) is as for the families of this project.
+The libraries' own export and import are not called, because they
 
 - skip a tensor for which they have no name (only Megatron-Bridge, with a warning),
 - know the names of experts in Transformer Engine's layers only, not in local ones,
@@ -34,7 +34,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class Translator(Protocol):
-    """What one bridge knows of one model. Its methods do not communicate.
+    """A bridge's names and conversions for one model. The methods do not communicate.
 
     Attributes:
         title: the bridge and its version.
@@ -61,7 +61,7 @@ class BridgeFamily:
     If this project has a family of the same model type, that family's checks are made too.
 
     Args:
-        translator: the bridge's, for this model.
+        translator: the bridge's names and conversions for this model.
         hf_config: transformers' config of the model.
         places: all tensors of the Megatron model.
         shapes: the shapes of the tensors in a transformers directory of the model, by name; empty
@@ -107,8 +107,8 @@ class BridgeFamily:
         """All tensors of the model.
 
         Raises:
-            ValueError: the bridge has no name for a tensor, or one name for two tensors; or its
-                names are not those of the directory.
+            ValueError: the bridge has no name for a tensor, or one name for two tensors; or the
+                bridge's names are not those in the transformers directory.
         """
         mapped = [self._mapped(place) for place in self._places]
         where: dict[str, Place] = {}
@@ -179,8 +179,8 @@ class BridgeFamily:
     ) -> None:
         if not all(_same_bits(a, b) for a, b in zip(before, after, strict=True)):
             raise ValueError(
-                f"{self._translator.title} does not bring {place} back as it was: it rounds, or "
-                "the model arguments are not those of this model"
+                f"{self._translator.title} changes {place} in a conversion and its inverse: the "
+                "bridge rounds, or the arguments are not this model's: give this model's arguments"
             )
 
     def _asked(self, what: object, question: Callable[[], T]) -> T:
@@ -199,11 +199,11 @@ class BridgeFamily:
 
 
 def spellings(place: Place) -> list[str]:
-    """Megatron's names of a tensor: with Transformer Engine's layers, and with the local layers.
+    """Megatron's names of a tensor: in Transformer Engine's layers, and in the local layers.
 
-    Of an expert's tensor only the first, because bridges know no other.
-
-    Example: `decoder.layers.3.self_attention.linear_qkv.layer_norm_weight` and
+    For an expert's tensor there is only the name in Transformer Engine's layers, because bridges
+    know no other. A tensor with the same name in both kinds of layers has one name. Example of two:
+    `decoder.layers.3.self_attention.linear_qkv.layer_norm_weight` and
     `decoder.layers.3.input_layernorm.weight`.
     """
     if place.layer is None:
@@ -234,5 +234,5 @@ def shapes_of(directory: Path) -> dict[str, tuple[int, ...]]:
 def _same_bits(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    # By bits, because a NaN does not equal itself; `write_policy` refuses NaN later.
+    # The bits are compared, because a NaN does not equal itself; `write_policy` refuses NaN later.
     return torch.equal(*(t.contiguous().flatten().view(torch.uint8) for t in (one, other)))

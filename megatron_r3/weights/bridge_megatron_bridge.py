@@ -93,9 +93,9 @@ class _Whole(torch.nn.Module):
 def _alone() -> Iterator[None]:
     """Inside the block a mapping converts whole tensors, and sends nothing to other ranks.
 
-    A mapping's constructor looks up Megatron's process groups; without them the mapping assumes one
-    rank. But even then it gathers an expert's tensor, over the group None, which torch takes for
-    all ranks; and the gather drops each axis of size 1. So that gather is replaced too.
+    A mapping's constructor looks up Megatron's process groups; without groups the mapping assumes
+    one rank. But even then the mapping gathers an expert's tensor over the group None, which torch
+    takes for all ranks, and the gather drops each axis of size 1. So the gather is replaced too.
     """
     from megatron.bridge.models.conversion import param_mapping
 
@@ -110,7 +110,7 @@ def _alone() -> Iterator[None]:
 
 
 def known_models() -> tuple[set[str], str]:
-    """The models that Megatron-Bridge knows, as values of a config.json field, and the field.
+    """The models that Megatron-Bridge knows, as values of a config.json field, and its name.
 
     Raises:
         ImportError: Megatron-Bridge, or Transformer Engine, which it needs, cannot be imported.

@@ -1,9 +1,9 @@
 """Load or save a Megatron checkpoint, whole or not at all.
 
-Megatron's `load_checkpoint` continues wherever a training could. Without a checkpoint it keeps the
-random weights; a tensor that the checkpoint lacks stays random; a tensor that the model lacks is
-dropped; missing rows of the vocabulary become zeros; and where Megatron gives up, it may exit with
-status 0. Here each of these is an error.
+Megatron's `load_checkpoint` goes on in four cases in which this file raises an error: without a
+checkpoint the weights stay random; a tensor that the checkpoint lacks stays random; a tensor that
+the model lacks is dropped; missing rows of the vocabulary become zeros. If Megatron gives up, it
+may exit with status 0; this file then raises an error too.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def check_load(args: Any) -> None:
     """Refuse arguments that name no checkpoint.
 
     Raises:
-        ValueError: --load is missing; or it has no tracker file, and there is no --ckpt-step.
+        ValueError: --load is missing; or its folder has no tracker file, and there is no
+            --ckpt-step.
     """
     from megatron.training.checkpointing import get_checkpoint_tracker_filename
 
@@ -53,7 +54,7 @@ def check_load(args: Any) -> None:
 
 
 def load_whole(models: Sequence[torch.nn.Module], args: Any, option: str = "--load") -> None:
-    """Load the whole checkpoint `args.load` into a model. All ranks call it.
+    """Load the whole checkpoint `args.load` into a model. All ranks must call this function.
 
     Args:
         models: this rank's model chunks.
@@ -62,12 +63,12 @@ def load_whole(models: Sequence[torch.nn.Module], args: Any, option: str = "--lo
 
     Raises:
         ValueError: the checkpoint cannot be read, or has other tensors, shapes or settings than
-            the model, whose weights are then useless. With several processes, also a checkpoint
-            that is not in Megatron's distributed format and so fits one layout only.
+            the model; the model's weights are then useless. With several processes, also if the
+            checkpoint is not in Megatron's distributed format and so fits one layout only.
     """
     from megatron.training.checkpointing import load_checkpoint
 
-    models = [unwrapped(model) for model in models]  # as Megatron unwraps them to load
+    models = [unwrapped(model) for model in models]  # Megatron unwraps them too before it loads
     args.finetune = False  # else Megatron does not compare its arguments with the checkpoint's
     args.no_load_optim = args.no_load_rng = True
     # a value that is still NaN afterwards was not loaded
@@ -78,7 +79,7 @@ def load_whole(models: Sequence[torch.nn.Module], args: Any, option: str = "--lo
     try:
         with _comparing(models, args) as is_compared:
             load_checkpoint(list(models), None, None)
-    except SystemExit:  # its status may be 0
+    except SystemExit:  # Megatron's way to give up, maybe with status 0
         raise ValueError(f"{where}: Megatron cannot load it; its reason is above") from None
     except _FAILURES as error:  # a damaged file can make a loader raise anything
         raise ValueError(f"{where}: cannot be loaded into this model: {_reason(error)}") from error
@@ -124,10 +125,11 @@ def _floats(state: Mapping[str, Any]) -> dict[str, Tensor]:
 def _comparing(models: Sequence[Any], args: Any) -> Iterator[list[bool]]:
     """Inside the block, a checkpoint is compared with the model before Megatron loads it.
 
-    Megatron has no hook for that. So three functions are replaced that its `load_checkpoint`
+    Megatron has no hook for that. So three functions are replaced that Megatron's `load_checkpoint`
     (megatron/training/checkpointing.py) calls: the loader of distributed checkpoints, the
     comparison of arguments, and the models' own `load_state_dict` for checkpoints in one file.
-    The arguments show what no shape does: how many experts a token takes, the base of RoPE.
+    Arguments are compared because no shape shows, for example, how many experts a token takes, or
+    the base of RoPE.
 
     Yields:
         An empty list, which gets an entry once the checkpoint's arguments have been compared.
@@ -167,8 +169,8 @@ def _comparing(models: Sequence[Any], args: Any) -> Iterator[list[bool]]:
             theirs = {name: tuple(tensor.shape) for name, tensor in _floats(state).items()}
             ours = {n: tuple(tensor.shape) for n, tensor in _floats(model.state_dict()).items()}
             _compare(ours, theirs)
-            # Both sides have the same weights, so only extra states may still differ. When a strict
-            # load fails, Megatron itself tries again with strict=False.
+            # Model and checkpoint have the same weights, so only extra states may differ. If a
+            # strict load fails, Megatron itself tries again with strict=False.
             return into_model(state, strict=False)
 
         return compared_load_state_dict
@@ -181,7 +183,7 @@ def _comparing(models: Sequence[Any], args: Any) -> Iterator[list[bool]]:
     finally:
         dist.load, checkpointing.check_checkpoint_args = dist_load, check_args
         for model in models:
-            del model.load_state_dict  # uncovers the method of its class
+            del model.load_state_dict  # the method of the class is then found again
 
 
 def _is_weight(key: str) -> bool:
@@ -190,7 +192,7 @@ def _is_weight(key: str) -> bool:
 
 
 def _compare(ours: Shapes, theirs: Shapes, vocab_size: int | None = None) -> None:
-    """Compare the tensors of the model with those of the checkpoint, by name and shape.
+    """Refuse a checkpoint (`theirs`) that has other names or shapes of tensors than the model.
 
     Args:
         vocab_size: how many rows a tensor of the vocabulary must have at least; padding beyond them
@@ -214,7 +216,7 @@ def _compare(ours: Shapes, theirs: Shapes, vocab_size: int | None = None) -> Non
 
 
 def check_save(args: Any) -> None:
-    """Refuse arguments that name no place for a new checkpoint.
+    """Refuse arguments that name no folder for a new checkpoint.
 
     Raises:
         ValueError: --save is missing, holds a checkpoint already, or cannot be written.
@@ -233,14 +235,16 @@ def check_save(args: Any) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
-        if is_new:  # an import that is refused later leaves nothing behind
+        if is_new:  # an import that is refused later must leave no folder
             folder.rmdir()
     except OSError as error:
         raise ValueError(f"--save {folder}: cannot be written ({error.strerror})") from error
 
 
 def save_whole(models: Sequence[torch.nn.Module], args: Any) -> None:
-    """Save a model as iteration 0 of the new checkpoint `args.save`. All ranks call it.
+    """Save a model as iteration 0 of the new checkpoint `args.save`.
+
+    All ranks must call this function.
 
     Args:
         models: this rank's model chunks.

@@ -1,4 +1,4 @@
-"""Transformers directories: read tensor by tensor, and written whole or not at all."""
+"""Reads transformers directories tensor by tensor, and writes them whole or not at all."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _BESIDE_WEIGHTS = (
 
 
 class Reading(ExitStack):
-    """The tensors of a transformers directory, each read when it is asked for.
+    """The tensors of a transformers directory; a tensor is read when the caller asks for it.
 
-    This is a context manager. It opens the files that the directory's index names or, without an
-    index, all *.safetensors.
+    This is a context manager, which closes the files at its end. The files are those that the
+    directory's index names or, without an index, all *.safetensors.
 
     Raises:
         ValueError: a file is missing, not whole, or has a tensor that another file has too; or
@@ -69,11 +69,11 @@ class Reading(ExitStack):
         return self._block is not None and of != name and of in self._of
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor, on the host; one in fp8 with its scales, in float32.
+        """A tensor, on the host. A tensor in fp8 is multiplied by its scales, in float32.
 
         Raises:
-            ValueError: its dtype is none of bfloat16, float16 and float32, or its scales do not
-                fit.
+            ValueError: the tensor's dtype is none of bfloat16, float16 and float32, or the scales
+                do not fit.
         """
         tensor = self._of[name].get_tensor(name)
         if self._block and name + SCALE in self._of:
@@ -111,7 +111,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     """config.json of a transformers directory.
 
     Raises:
-        ValueError: there is none, or it is no JSON object.
+        ValueError: there is no config.json, or it is no JSON object.
     """
     file = directory / CONFIG
     if not file.is_file():
@@ -123,7 +123,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def dtype_of(config: Mapping[str, Any], file: Path) -> torch.dtype:
-    """The dtype of weights, as a config.json names it; bfloat16 if it names none.
+    """The dtype of weights that a config.json names; bfloat16 if it names none.
 
     Args:
         config: the content of `file`.
@@ -218,7 +218,8 @@ def write_json(file: Path, value: object) -> None:
 def copy_beside_weights(source: Path, target: Path) -> None:
     """Copy config.json, generation_config.json and the tokenizer's files, but no weights.
 
-    A copy of config.json does not say that weights are in fp8, because none is written so.
+    The copy of a config.json with blocks of fp8 has no quantization_config, because no weight is
+    written in fp8.
     """
     for pattern in (CONFIG, *_BESIDE_WEIGHTS):
         for file in sorted(source.glob(pattern)):

@@ -1,7 +1,7 @@
 """The interface of a model family, and what all families share.
 
 A family (families/) maps whole Megatron tensors to whole transformers tensors, and Megatron's
-config to config.json. A family knows nothing of how a model is split over ranks.
+config to config.json. A family does not know how a model is split over ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Change = Callable[[list[Tensor]], list[Tensor]]
 EMBEDDING = Place("embedding.word_embeddings.weight")
 FINAL_NORM = Place("decoder.final_layernorm.weight")
 HEAD = Place("output_layer.weight")
-# Megatron pads the rows of these tensors to a multiple of some number; transformers does not.
+# Megatron pads the rows of these tensors to a multiple of some number; transformers pads no rows.
 VOCABULARY = (EMBEDDING, HEAD)
 
 
@@ -32,7 +32,7 @@ class ModelSettings:
     """What a GPTModel is built with beside its TransformerConfig.
 
     Attributes:
-        vocab_size: without padding. None where the caller does not know it.
+        vocab_size: without padding; None if it is not known.
         tied: whether the head shares the weights of the embedding.
         position_embedding_type: "rope", "yarn", ...
         rotary_base: theta of RoPE.
@@ -53,10 +53,11 @@ class ModelSettings:
 
 
 def settings_of(model: torch.nn.Module, vocab_size: int | None) -> ModelSettings:
-    """The settings of one chunk of a GPTModel, in its wrappers or without.
+    """The settings of one chunk of a GPTModel, in Megatron's wrappers or without.
 
     Args:
-        vocab_size: without padding, which a model does not know. None: unknown.
+        vocab_size: without padding, a number that the model does not store; None if it is not
+            known.
     """
     chunk: Any = unwrapped(model)
     return ModelSettings(
@@ -73,7 +74,7 @@ def settings_of(model: torch.nn.Module, vocab_size: int | None) -> ModelSettings
 
 def _interpolation(chunk: Any) -> float | None:
     """`interpolation` of ModelSettings, which only the module of position embeddings stores."""
-    rotary = getattr(chunk, "rotary_pos_emb", None)  # MLA and models without RoPE have none here
+    rotary = getattr(chunk, "rotary_pos_emb", None)  # with MLA or without RoPE there is none
     factor = getattr(rotary, "seq_len_interpolation_factor", None)
     return None if factor == 1 else factor
 
@@ -86,12 +87,13 @@ class Mapped:
     in one tensor, there is a place for each expert, and one name.
 
     Attributes:
-        places: all of one layer, or all outside of the layers.
-        names: of the transformers tensors.
-        to_hf: from the tensors of `places` to those of `names`. Both sides may share memory.
+        places: the Megatron tensors, all of one layer or all outside of the layers.
+        names: the names of the transformers tensors.
+        to_hf: makes the tensors of `names` of the tensors of `places`; the results may share memory
+            with the arguments.
         to_megatron: the inverse of `to_hf`.
-        dtype: float32 for tensors that transformers always stores in it; None for the others, whose
-            dtype the caller chooses.
+        dtype: float32 for tensors that transformers always stores in float32; None for others, of
+            which the caller chooses the dtype.
     """
 
     places: tuple[Place, ...]
@@ -106,7 +108,7 @@ class Family(Protocol):
 
     @property
     def model_type(self) -> str:
-        """Of config.json."""
+        """The `model_type` in config.json."""
 
     def check(self, config: Any, settings: ModelSettings) -> None:
         """Refuse a Megatron model that is not of this family.
@@ -115,7 +117,7 @@ class Family(Protocol):
             config: Megatron's TransformerConfig.
 
         Raises:
-            ValueError: it says what the model lacks.
+            ValueError: the message says what the model lacks.
         """
 
     def hf_config(self, config: Any, settings: ModelSettings) -> dict[str, Any]:
@@ -125,16 +127,17 @@ class Family(Protocol):
         """All tensors of the model, in any order."""
 
     def is_left_out(self, name: str, config: Any) -> bool:
-        """Whether reading skips a transformers tensor, as that of a layer for prediction (MTP).
+        """Whether reading skips the transformers tensor `name`, because it is of an MTP layer.
 
-        transformers skips MTP tensors too. Any other tensor must have a place in Megatron.
+        MTP layers predict further tokens; transformers skips their tensors too. Any other tensor
+        must have a place in Megatron.
         """
 
     def compare(self, hf_config: Mapping[str, Any], config: Any, settings: ModelSettings) -> None:
         """Refuse a config.json that does not describe the Megatron model.
 
         Raises:
-            ValueError: it names the first field that differs, or that cannot be moved.
+            ValueError: the message names the first field that differs, or that cannot be moved.
         """
 
 
@@ -143,8 +146,8 @@ def check_described(
 ) -> None:
     """Refuse a config.json that does not describe the model of Megatron's arguments.
 
-    Names and shapes of tensors show most of a model. But the same weights are another model if
-    something else differs: how many experts a token takes, the base of RoPE, an epsilon.
+    Names and shapes of tensors do not show all of a model. The same weights are another model if
+    for example the number of experts of a token, the base of RoPE or an epsilon differs.
 
     Args:
         theirs: the content of `file`.
@@ -152,7 +155,7 @@ def check_described(
         file: the config.json, named in messages.
 
     Raises:
-        ValueError: it names `file`, and the first field that differs or cannot be moved.
+        ValueError: the message names `file`, and the first field that differs or cannot be moved.
     """
     try:
         family.compare(theirs, config, settings)
@@ -161,6 +164,6 @@ def check_described(
 
 
 def follows_last_layer(name: str, config: Any) -> bool:
-    """Whether a transformers tensor's layer is behind Megatron's last one, as MTP's layers are."""
+    """Whether a transformers tensor is of a layer behind Megatron's last layer, as MTP's are."""
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     return layer is not None and int(layer[1]) >= config.num_layers

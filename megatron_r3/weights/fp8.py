@@ -1,8 +1,9 @@
 """Weights in fp8 with a scale for each block, as DeepSeek-V3 and Qwen3's FP8 models are shipped.
 
-A directory has a matrix `NAME` in float8_e4m3fn, and in `NAME_scale_inv` a number for each block of
-128 x 128; a value is its fp8 value times the number of its block. Example: a matrix of 576 rows has
-5 rows of blocks, of which the last one is 64 rows high. As in FineGrainedFP8Config of transformers.
+A directory has a matrix `NAME` in float8_e4m3fn, and in `NAME_scale_inv` a number for each block,
+for example of 128 x 128; a value is its fp8 value times the number of its block. Example: a matrix
+of 576 rows has 5 rows of blocks, of which the last one is 64 rows high. transformers'
+FineGrainedFP8Config has the same format.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ SCALE = "_scale_inv"
 
 
 def block_of(hf_config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Rows and columns of a block; None if a config.json describes no such weights."""
+    """Rows and columns of a block; None if a config.json describes no weights in blocks of fp8."""
     quantized = hf_config.get("quantization_config")
     if not isinstance(quantized, Mapping) or quantized.get("quant_method") != "fp8":
         return None
@@ -34,10 +35,11 @@ def dequantized(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor
 
     Args:
         weight: float8_e4m3fn `[rows, columns]`.
-        scale: a number for each block.
+        scale: a float for each block.
+        block: rows and columns of a block.
 
     Raises:
-        ValueError: the types or shapes do not fit; e.g. scales that are exponents in uint8.
+        ValueError: a dtype or shape does not fit; e.g. the scales are exponents in uint8.
     """
     blocks = tuple(-(-size // of) for size, of in zip(weight.shape, block, strict=False))
     if weight.dtype != torch.float8_e4m3fn or not scale.is_floating_point():

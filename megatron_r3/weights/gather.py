@@ -1,7 +1,7 @@
 """Gather whole tensors on one rank, from the pieces of all ranks.
 
-A rank needs memory for its part of the model, for the tensors that it gathers in one call, and for
-one part that another rank sends.
+The gathering rank needs memory for its part of the model, for the tensors that it gathers in one
+call, and for one part that another rank sends.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class Part:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Where the part lies in the whole tensor."""
+        """The slices of the whole tensor that are the part."""
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
 
 
 @dataclass(frozen=True)
 class Whole:
-    """A tensor's shape, and all parts of it, each once."""
+    """A tensor's shape, and the parts that make up the tensor without overlap."""
 
     shape: tuple[int, ...]
     parts: list[Part] = field(default_factory=list)
@@ -46,13 +46,13 @@ Plan = dict[Place, Whole]
 
 
 def plan_of(pieces: Sequence[Piece]) -> Plan:
-    """Which rank has which parts of which tensors. All ranks call it.
+    """Which rank has which parts of which tensors. All ranks must call this function.
 
     Args:
-        pieces: this rank's.
+        pieces: all pieces of this rank.
 
     Returns:
-        Every tensor of the model; the same, in the same order, on all ranks.
+        Every tensor of the model; the result and its order are the same on all ranks.
 
     Raises:
         ValueError: the parts do not make up a whole tensor; all ranks raise the same.
@@ -64,7 +64,7 @@ def plan_of(pieces: Sequence[Piece]) -> Plan:
             whole = plan.setdefault(place, Whole(shape))
             if whole.shape != shape:
                 raise ValueError(f"{place} is {shape} on rank {rank}, {whole.shape} elsewhere")
-            # of an adapter every rank that has a part gives it; the first one writes it
+            # several ranks may give the same part of an adapter; the first rank's counts
             if ADAPTER not in place.key or all(offset != one.offset for one in whole.parts):
                 whole.parts.append(Part(rank, offset, part))
     for place, whole in plan.items():
@@ -78,9 +78,9 @@ def plan_of(pieces: Sequence[Piece]) -> Plan:
 
 
 def holders(plan: Plan, places: Sequence[Place]) -> list[int]:
-    """The ranks that hold a part of any of these tensors, ascending. The first one gathers them.
+    """The ranks that hold a part of any of these tensors, ascending.
 
-    So the pipeline stages gather their own layers at the same time.
+    The first of them gathers the tensors, so pipeline stages gather their layers at the same time.
     """
     return sorted({part.rank for place in places for part in plan[place].parts})
 
@@ -88,17 +88,17 @@ def holders(plan: Plan, places: Sequence[Place]) -> list[int]:
 def gather(
     plan: Plan, pieces: Mapping[Place, Sequence[Piece]], places: Sequence[Place], dtypes: Dtypes
 ) -> dict[Place, Tensor]:
-    """Gather whole tensors on the first of their holders.
+    """Gather whole tensors on the first of `holders`.
 
-    All holders must call it, with the same places in the same order.
+    All holders must call this function, with the same places in the same order.
 
     Args:
-        pieces: this rank's, by place.
-        places: which tensors.
+        pieces: all pieces of this rank, by place.
+        places: the tensors to gather.
         dtypes: the dtypes of the result, by place.
 
     Returns:
-        The tensors, on the host; none on ranks other than the first holder.
+        The tensors, on the host; {} on every rank but the first holder.
     """
     me, (writer, *others) = my_rank(), holders(plan, places)
     mine = {
@@ -128,7 +128,7 @@ def _parts(plan: Plan, places: Sequence[Place], rank: int) -> Iterator[tuple[Pla
 
 
 def by_place(pieces: Sequence[Piece]) -> dict[Place, list[Piece]]:
-    """Pieces by the tensor that they are parts of."""
+    """The pieces of each tensor, by the tensor's place."""
     found: dict[Place, list[Piece]] = defaultdict(list)
     for piece in pieces:
         found[piece.place].append(piece)

@@ -1,13 +1,13 @@
 """Export a Megatron checkpoint as a transformers directory, or import one.
 
-As a script, in any number of processes and any layout, first to export and then to import:
+A script for any number of processes and any layout. The first command exports, the second imports:
 
     torchrun --nproc-per-node 1 megatron_r3/weights/hf.py --hf-export DIR --load CKPT MODEL_ARGS
     torchrun --nproc-per-node 1 megatron_r3/weights/hf.py --hf-import DIR --save CKPT \\
         --save-interval 1 MODEL_ARGS
 
 The script writes everything that it has loaded, or nothing at all. If it writes nothing, it ends
-with one `error:` line and status 1.
+with status 1 on all ranks, and rank 0 prints one `error:` line.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _arguments(parser: Any) -> Any:
         OPTION,
         choices=CHOICES,
         default="auto",
-        help="who knows the names of the weights (auto: this project, else an installed bridge)",
+        help="what converts the weights (auto: this project, else an installed bridge)",
     )
     return parser
 
@@ -76,7 +76,7 @@ def _run() -> None:
 
 
 def _family(args: Any, models: list[torch.nn.Module]) -> Family:
-    """The family that converts the weights. All ranks call it."""
+    """The family that converts the weights. All ranks must call this function."""
     directory = args.hf_import or args.hf_like
     if directory is not None:
         return chosen_family(args.hf_bridge, directory, models)
@@ -97,8 +97,8 @@ def _check(args: Any) -> None:
         return
     if args.hf_like is None and args.hf_bridge in BRIDGES:
         raise ValueError(
-            f"{OPTION} {args.hf_bridge} needs --hf-like DIR: its config.json says which model this "
-            "is, and is copied"
+            f"{OPTION} {args.hf_bridge} needs --hf-like DIR: the bridge reads config.json of this "
+            "transformers directory of the model, and the file is copied"
         )
     if args.vocab_size is None:
         raise ValueError("--hf-export needs --vocab-size, the vocabulary without padding")
@@ -115,7 +115,7 @@ def main() -> None:
     try:
         _run()
     except (ValueError, OSError) as error:
-        # All ranks fail for the same reason; one line is enough.
+        # All ranks fail for the same reason, so only rank 0 prints it.
         raise SystemExit(f"error: {one_line(str(error))}" if my_rank() == 0 else 1) from None
 
 

@@ -1,10 +1,10 @@
-"""Which of Megatron's options, and which fields of config.json, are known not to change a model.
+"""Lists the options of Megatron and the fields of config.json that do not change a model.
 
-An option that is not listed here is taken for one that changes the model. A checkpoint with another
-value of such an option is not loaded, and a model with the option set is not moved. So an option of
-a newer Megatron cannot slip through. Whoever adds a release line reads what its new options do, and
-lists those that change nothing in CHANGE_NOTHING. proof/fidelity/model_options.py names the options
-that nobody has read yet.
+An option that is not listed here counts as an option that changes the model, so that an option of a
+newer Megatron is not ignored. A checkpoint with another value of such an option is not loaded, and
+a model with the option set is not moved. Whoever adds a release line reads what its new options do,
+and lists those that change nothing in CHANGE_NOTHING. proof/fidelity/model_options.py names the
+options that nobody has read yet.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 from megatron_r3.replay.words import quoted
 
 # Fields of TransformerConfig and MLATransformerConfig, and arguments that build a model, of
-# core_v0.16.1 to main of 2026-08-22. With any value of these, the same weights compute the same, up
-# to rounding. The fields of ModelParallelConfig (layout, communication), which are not listed
-# here, change nothing either.
+# core_v0.16.1 to main of 2026-08-22. Whatever the values of these fields are, the same weights
+# compute the same, up to rounding. The fields of ModelParallelConfig (layout, communication) change
+# nothing either, and are not listed.
 CHANGE_NOTHING = frozenset(
     # the layout, communication, dispatchers
     """
@@ -59,7 +59,7 @@ CHANGE_NOTHING = frozenset(
     use_grouped_gemm_for_shared_expert use_mamba_mem_eff_path use_te_activation_func
     use_transformer_engine_op_fuser
     """
-    # in which precision the run computes
+    # the precision in which the run computes
     """
     activation_func_fp8_input_store apply_query_key_layer_scaling attention_softmax_in_fp32
     disable_bf16_reduced_precision_matmul first_last_layers_bf16 fp16_lm_cross_entropy fp4
@@ -72,7 +72,7 @@ CHANGE_NOTHING = frozenset(
     quant_recipe te_precision_config_file tp_only_amax_red use_kitchen
     use_kitchen_attention
     """
-    # training alone, and the initial weights
+    # only training, and the initial weights
     """
     attention_dropout calculate_per_token_loss dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss
     embedding_init_method embedding_init_method_std experimental_attention_variant_loss_scale_func
@@ -94,11 +94,11 @@ CHANGE_NOTHING = frozenset(
     use_inference_optimized_layers use_te_rng_tracker
     """.split()
 )
-_OURS = "moe_router_replay"  # the names of this project's own fields begin so
+_OURS = "moe_router_replay"  # the names of this project's own fields begin with this
 # The types of load balancing that only add a loss, or nothing. Any other type changes the routes.
 BALANCING = "moe_router_load_balancing_type"
 _ONLY_LOSSES = {"aux_loss", "seq_aux_loss", "global_aux_loss", "none"}
-# Names that an argument has in other releases (checkpoints of 0.15 have those on the right).
+# Names of an argument in other releases: checkpoints of 0.15 have the names on the right.
 _ALSO = {"layernorm_epsilon": "norm_epsilon", "layernorm_zero_centered_gamma": "apply_layernorm_1p"}
 _ALSO |= {other: name for name, other in _ALSO.items()}
 
@@ -122,7 +122,11 @@ ROPE = (
 
 
 def changes_nothing(name: str, of_layout: Collection[str] = ()) -> bool:
-    """Whether a field or an argument of this name is known not to change what a model computes."""
+    """Whether the field or argument `name` is known not to change what a model computes.
+
+    Args:
+        of_layout: further names that change nothing, those of ModelParallelConfig.
+    """
     return name in CHANGE_NOTHING or name.startswith(_OURS) or name in of_layout
 
 
@@ -135,8 +139,9 @@ def defaults(kind: type) -> dict[str, Any]:
     """The fields that may change a model, with the defaults of Megatron's own class.
 
     Args:
-        kind: TransformerConfig or a class derived from it. The own defaults of a framework's class
-            are not used: they may be those of another model. Any other class gives an empty dict.
+        kind: TransformerConfig or a class derived from it. The defaults of a framework's derived
+            class are not used, because they may be those of another model. Any other class gives
+            an empty dict.
     """
     above = {one.__name__: one for one in reversed(kind.__mro__)}
     upstream = [one for one in kind.__mro__ if one.__module__.startswith("megatron.core.")]
@@ -153,10 +158,11 @@ def defaults(kind: type) -> dict[str, Any]:
 
 
 def differing(saved: Any, args: Any, names: Collection[str]) -> Iterator[tuple[str, Any, Any]]:
-    """The arguments that make another model: the name, the checkpoint's value, and the given value.
+    """Yield each argument that changes the model: its name, the checkpoint's and the given value.
 
     Args:
-        saved: the checkpoint's own arguments. An option that its release did not have was off.
+        saved: the checkpoint's own arguments. An option that the checkpoint's release did not have
+            was off.
         args: the given arguments.
         names: the arguments that Megatron reads to build a model.
     """
@@ -172,9 +178,9 @@ def differing(saved: Any, args: Any, names: Collection[str]) -> Iterator[tuple[s
         then = getattr(saved, name, getattr(saved, other, off.get(name)))
         now = getattr(args, name, None)
         if name == "vocab_size" and None in (then, now):
-            continue  # Megatron sets none with a tokenizer; the rows of the embedding are compared
+            continue  # None with a tokenizer; the rows of the embedding are compared later
         if not (hasattr(saved, name) or hasattr(saved, other) or name in off or now):
-            continue  # None and False are both off
+            continue  # the checkpoint lacks the option, and None or False means off
         if name == BALANCING:
             then, now = routes_itself(then), routes_itself(now)
         if _listed(then) != _listed(now):
@@ -182,7 +188,7 @@ def differing(saved: Any, args: Any, names: Collection[str]) -> Iterator[tuple[s
 
 
 def _listed(value: Any) -> Any:
-    """The value, with a tuple made a list: some releases store a tuple where others have a list."""
+    """`value`, with a tuple as a list: some releases store a tuple, and others store a list."""
     return list(value) if isinstance(value, tuple) else value
 
 
@@ -190,8 +196,8 @@ def rope_of(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The fields of rope_scaling or rope_parameters in a config.json; empty if it has neither.
 
     Raises:
-        ValueError: they are not objects, or differ from each other. transformers 5 then takes
-            rope_scaling and ignores rope_parameters; other readers may do the opposite.
+        ValueError: one of them is no object, or the two differ. If they differ, transformers 5
+            takes rope_scaling and ignores rope_parameters; other readers may do the opposite.
     """
     found = []
     for name in ("rope_scaling", "rope_parameters"):

@@ -29,10 +29,10 @@ _AS_NEW = {
 def load_reference(args: Any, models: list[torch.nn.Module]) -> None:
     """Load a transformers directory, or the newest weights of a Megatron checkpoint.
 
-    All ranks call it. An error ends the training.
+    All ranks must call this function. An error ends the training.
 
     Args:
-        args: Megatron's arguments; as before after the call.
+        args: Megatron's arguments; they are unchanged after the call.
         models: this rank's model chunks.
     """
     from megatron.core.num_microbatches_calculator import update_num_microbatches

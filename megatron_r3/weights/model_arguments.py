@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> None:
     """Print the arguments.
 
     Args:
-        argv: the command's arguments; None means those of the process.
+        argv: the command's arguments; by default those of `sys.argv`.
 
     Raises:
         SystemExit: status 1, with one line that says what is wrong.

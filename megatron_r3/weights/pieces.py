@@ -1,12 +1,12 @@
 """The parts of a model's tensors that this rank holds, under names that are the same in any layout.
 
-Megatron describes every tensor of a model for its distributed checkpoints (`sharded_state_dict`):
-its key, the shape of the whole tensor, and where this rank's part lies in the tensor. This file
-reads that description. So nothing in this package knows how Megatron splits a model over ranks.
+For distributed checkpoints Megatron describes every tensor of a model (`sharded_state_dict`) by a
+key, the shape of the whole tensor, and the offset of this rank's part. This file reads that
+description, so no code of this package depends on how Megatron splits a model over ranks.
 
 Megatron's keys differ between models and layer specs. A `Place` removes three differences:
 
-- A tensor of a layer has an axis for the layer or, if layers differ (a dense first layer), the
+- A layer's tensor has an axis for the layer or, if layers differ (a dense first layer), the
   layer's number in its key. A `Place` has the number as a field.
 - An expert's tensor has an axis for the expert. A `Place` has the expert as a field.
 - Transformer Engine keeps the weight of a norm in the linear layer behind the norm, and Megatron's
@@ -25,9 +25,10 @@ from torch import Tensor
 
 from megatron_r3.replay.layers import unwrapped
 
-# `decoder.layers.3.mlp.router.weight`, or the same without the number
+# `decoder.layers.3.mlp.router.weight` or `decoder.layers.mlp.router.weight`
 _LAYER = re.compile(r"((?:decoder|mtp)\.layers\.)(?:(\d+)\.)?(.+)")
-# Megatron's name of a norm inside the linear layer behind the norm: the norm's own name
+# how the key of a norm's weight begins if the linear layer behind the norm holds the weight, and
+# how the key in a `Place` begins
 NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
@@ -54,7 +55,7 @@ class Place:
     expert: int | None = None
 
     def __str__(self) -> str:
-        """As messages name it: `decoder.layers.3.mlp.router.weight`, `... of expert 5`."""
+        """The name for messages: `decoder.layers.3.mlp.router.weight` or `... of expert 5`."""
         prefix, dot, name = self.key.partition(".layers.")
         key = self.key if self.layer is None else f"{prefix}{dot}{self.layer}.{name}"
         return key if self.expert is None else f"{key} of expert {self.expert}"
@@ -66,7 +67,7 @@ class Piece:
 
     Attributes:
         shape: of the whole tensor, without axes for layers and experts.
-        offset: where the part begins in the whole tensor, for each of its axes.
+        offset: for each axis of the whole tensor, the index at which the part begins.
         tensor: the part; it shares its memory with the model's parameter.
         is_first: whether this rank may write the part; other ranks may hold the same part.
     """
@@ -82,14 +83,15 @@ def pieces_of(models: Sequence[torch.nn.Module]) -> list[Piece]:
     """The pieces of this rank's model chunks.
 
     A parameter may be several pieces. Example: if tensor parallelism splits a gated linear layer, a
-    rank's parameter is a piece of the gate's half of the whole tensor, and a piece of the other.
+    rank's parameter is two pieces: one in the gate's half of the whole tensor, one in the other
+    half.
 
     Args:
         models: the chunks, in Megatron's wrappers or without.
 
     Raises:
-        ValueError: the model is sharded by FSDP, has weights in a format of their own (fp8), or
-            keeps several experts in one tensor.
+        ValueError: the model is sharded by FSDP, has weights in a special format (fp8), or has
+            several layers or experts in one tensor.
     """
     for model in models:
         _refuse_fsdp(model)
@@ -110,9 +112,9 @@ def _refuse_fsdp(model: Any) -> None:
 
 
 def sharded_tensors(state: Any) -> Iterator[Any]:
-    """Megatron's ShardedTensors in a sharded state dict.
+    """Yield Megatron's ShardedTensors in a sharded state dict.
 
-    Other objects in the dict are Transformer Engine's extra states, which are no weights.
+    Any other object in the dict is an extra state of Transformer Engine, and no weight.
     """
     if isinstance(state, Mapping):
         state = list(state.values())
@@ -149,7 +151,7 @@ def _piece(sharded: Any) -> Piece:
         )
     if type(tensor) not in (Tensor, torch.nn.Parameter) or not tensor.is_floating_point():
         raise ValueError(
-            f"{sharded.key} is a {type(tensor).__name__} in a format of its own (fp8 parameters, "
+            f"{sharded.key} is a {type(tensor).__name__} in a special format (fp8 parameters, "
             "FSDP?), which cannot be moved to or from a transformers directory"
         )
     return Piece(
@@ -157,7 +159,7 @@ def _piece(sharded: Any) -> Piece:
         tuple(sharded.global_shape)[axes:],
         offset[axes:],
         tensor.detach(),
-        # Megatron-Bridge says of the adapter of an expert beyond the first rank's that another
-        # rank has it, and none has
+        # Megatron-Bridge marks the adapter of an expert as a replica of another rank's on every
+        # expert-parallel rank but the first, although no other rank has it
         ADAPTER in key or is_main_replica(sharded.replica_id),
     )

@@ -1,7 +1,7 @@
 """Write a Megatron model as a transformers directory, or read one, in any parallel layout.
 
-All ranks call these functions, in or outside of a training. The files are the same, byte by byte,
-in every layout.
+All ranks must call these functions, in or outside of a training. The files are the same, byte by
+byte, in every layout.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Finish = Callable[[Path, dict[str, str]], None]
 
 @dataclass(frozen=True)
 class _Model:
-    """This rank's part of a model, and the family's view of the whole."""
+    """This rank's pieces of a model, and what the family maps in the whole model."""
 
     config: Any
     settings: ModelSettings
@@ -79,31 +79,33 @@ def write_policy(
     vocab_size: int | None = None,
     finish: Finish | None = None,
 ) -> int:
-    """Write a model as a transformers directory. All ranks call it.
+    """Write a model as a transformers directory. All ranks must call this function.
 
-    The first file has the embedding, each layer has a file, the last file has what is left. A
-    layer is gathered and written by the first rank that holds a part of it. A rank needs memory for
+    The first file has the embedding, each layer has a file, the last file has what is left. The
+    first rank that holds a part of a layer gathers and writes the layer. A rank needs memory for
     its part of the model, and for the largest layer that it writes. LoRA adapters are added to the
     weights (adapters.py).
 
     Args:
         models: this rank's model chunks, in Megatron's wrappers or without.
-        directory: on a file system that all ranks see. It is there whole afterwards, or not at all.
+        directory: a folder on a file system that all ranks see. It has all files afterwards, or
+            does not exist.
         family: None means the family in config.json of `like` or, without `like`, the family that
             accepts the model.
         like: a transformers directory of the same model, whose config.json and tokenizer files are
-            copied. None: config.json is made by the family, and there is no tokenizer.
-        dtype: of the weights in the files.
-        vocab_size: rows of the vocabulary without padding, which is cut off. None is refused.
+            copied. If it is None, the family makes config.json, and no tokenizer is written.
+        dtype: the dtype of the weights in the files, except expert biases, which are in float32.
+        vocab_size: how many rows of the vocabulary are written; padding rows follow them in the
+            model. None is refused.
         finish: called on rank 0 with the folder and the SHA-256 of each file in it, before the
-            folder gets its name. It may write more files.
+            folder gets its name. `finish` may write more files.
 
     Returns:
         How many bytes of weights were written, by all ranks.
 
     Raises:
         ValueError: `directory` is not empty or cannot be written, a weight is not finite, `like`
-            describes another model, or the model cannot be moved. The same on every rank.
+            describes another model, or the model cannot be moved. All ranks raise the same.
     """
     finish_updates(models)
     model, described = together(
@@ -126,7 +128,7 @@ def _model_to_write(
     dtype: torch.dtype,
     vocab_size: int | None,
 ) -> tuple[_Model, dict[str, Any]]:
-    """The model, and its config.json if there is no `like`; arguments as in `write_policy`."""
+    """The model, and the config.json to write, {} with `like`; arguments as in `write_policy`."""
     if my_rank() == 0:
         check_target(directory)
     if vocab_size is None:
@@ -146,7 +148,7 @@ def _write_rest(
     like: Path | None,
     finish: Finish | None,
 ) -> None:
-    """On the first rank write all other files than weights; arguments as in `write_policy`."""
+    """Write all files but those of weights, on rank 0; arguments as in `write_policy`."""
     with writing(directory):
         of_tensor = {name: file.name for file in written for name in file.names}
         size = {"total_size": sum(file.size for file in written)}
@@ -170,21 +172,22 @@ def read_policy(
     family: Family | None = None,
     vocab_size: int | None = None,
 ) -> None:
-    """Load a transformers directory into a model. All ranks call it.
+    """Load a transformers directory into a model. All ranks must call this function.
 
-    Each rank reads the tensors of which it holds a part, one at a time, twice. The first time they
-    are only checked, so a wrong tensor leaves the model unchanged. An optimizer that keeps copies
-    of the weights must copy them again afterwards (`reload_model_params`).
+    Each rank reads every tensor of which it holds a part twice. The first time the tensor is only
+    checked, so a wrong tensor leaves the model unchanged. An optimizer that keeps copies of the
+    weights must copy them again afterwards (`reload_model_params`).
 
     Args:
         models: this rank's model chunks, in Megatron's wrappers or without.
-        directory: all ranks see it.
-        family: None means the one that config.json names.
-        vocab_size: without padding; padded rows become zeros. None means that of config.json.
+        directory: a folder that all ranks see.
+        family: None means the family that config.json names.
+        vocab_size: the rows of the vocabulary without padding; padding rows become zeros. None
+            means the number in config.json.
 
     Raises:
         ValueError: a tensor is missing, has another shape or dtype or is not finite, or config.json
-            describes another model. The same on every rank; the model is then unchanged.
+            describes another model. All ranks raise the same; the model is then unchanged.
     """
     model = together(lambda: _model_of(models, directory, family, vocab_size))
     _check_plan(model, plan_of(model.pieces))
@@ -224,7 +227,7 @@ def _model(
 
 
 def _check_plan(model: _Model, plan: Plan, adapters: Adapters | None = None) -> None:
-    """Refuse a model with other tensors than the family maps; `adapters` may be there too."""
+    """Refuse a model whose tensors are not those that the family maps, and those of `adapters`."""
     mapped = {place for entry in model.mapped for place in entry.places}
     if adapters is not None:
         mapped.update(
@@ -261,10 +264,10 @@ def _write_files(
     directory: Path,
     dtype: torch.dtype,
 ) -> list[_File]:
-    """Write all files; each rank writes those of which it is the first holder.
+    """Write all files of weights; a rank writes the files whose tensors it gathers.
 
     Returns:
-        What all ranks have written, in the order of the files.
+        The files that all ranks have written, in the order of their names.
 
     Raises:
         ValueError: a file could not be written; the same on every rank.
@@ -275,7 +278,7 @@ def _write_files(
     failure: Exception | None = None
     for number, entries in enumerate(files, 1):
         dtypes = {place: entry.dtype or dtype for entry in entries for place in entry.places}
-        # A rank that has failed still gathers, because the others would wait for it.
+        # A rank that has failed still gathers, because the other ranks would wait for its parts.
         gathered = adapters.beside(dtypes)
         wholes = gather(plan, pieces, list(gathered), gathered)
         if wholes and failure is None:
@@ -286,7 +289,7 @@ def _write_files(
                     written.append(_write_file(file, entries, wholes, model.settings.vocab_size))
             except Exception as error:
                 failure = error
-        del wholes  # frees their memory before the next file is gathered
+        del wholes  # frees the memory before the next file is gathered
     agree(failure)
     everything = (file for files_of_rank in everyones(written) for file in files_of_rank)
     return sorted(everything, key=lambda file: file.name)
@@ -295,7 +298,7 @@ def _write_files(
 def _write_file(
     file: Path, entries: Sequence[Mapped], wholes: dict[Place, Tensor], vocab_size: int | None
 ) -> _File:
-    """Convert `wholes`, each of which is removed when it is converted, and write them to `file`."""
+    """Convert the tensors `wholes` and write them to `file`; `wholes` is then empty."""
     tensors: dict[str, Tensor] = {}
     for entry in entries:
         parts = entry.to_hf([wholes.pop(place) for place in entry.places])
@@ -311,7 +314,7 @@ def _write_file(
 
 
 def _refuse_non_finite(name: str, tensor: Tensor, where: object) -> None:
-    # aminmax makes no copy, and gives NaN where a value is NaN
+    # aminmax makes no copy, and returns NaN if a value is NaN
     if not all(bound.isfinite() for bound in tensor.aminmax()):
         count = tensor.numel() - int(tensor.isfinite().sum())
         raise ValueError(
@@ -362,7 +365,7 @@ def _load(model: _Model, reading: Reading, into_model: bool) -> None:
 def _to_megatron(entry: Mapped, parts: list[Tensor], directory: Path) -> list[Tensor]:
     try:
         return entry.to_megatron(parts)
-    except RuntimeError as error:  # torch raises it if shapes do not fit together
+    except RuntimeError as error:  # from torch, if shapes do not fit together
         shapes = {name: tuple(part.shape) for name, part in zip(entry.names, parts, strict=True)}
         raise ValueError(
             f"{directory}: {shapes} do not make up Megatron's {entry.places[0]}: give this model's "
@@ -371,7 +374,7 @@ def _to_megatron(entry: Mapped, parts: list[Tensor], directory: Path) -> list[Te
 
 
 def _cut(whole: Tensor, piece: Piece, entry: Mapped, reading: Reading) -> Tensor:
-    """The part of a whole tensor that belongs into a piece."""
+    """The part of a whole tensor that a piece holds."""
     if piece.place in VOCABULARY and (rows := piece.shape[0] - whole.shape[0]) > 0:
         whole = torch.nn.functional.pad(whole, (0, 0, 0, rows))
     if tuple(whole.shape) != piece.shape:

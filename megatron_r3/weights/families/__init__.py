@@ -17,8 +17,8 @@ def family_named(model_type: object, where: object) -> TableFamily:
     """The family of a config.json's `model_type`.
 
     Args:
-        model_type: as it was read; it need not be a string.
-        where: the file, or another origin that messages name.
+        model_type: the field's value in the file, maybe no string.
+        where: the file; messages name it.
 
     Raises:
         ValueError: there is no such family.
@@ -40,8 +40,8 @@ def family_of(config: Any, settings: ModelSettings) -> TableFamily:
         config: Megatron's TransformerConfig.
 
     Raises:
-        ValueError: the model is of several families, or of none; the message then says what the
-            nearest family needs.
+        ValueError: the model is of several families or of none. If it is of none, the message says
+            what the nearest family needs.
     """
     found, reasons = [], []
     for family in FAMILIES.values():

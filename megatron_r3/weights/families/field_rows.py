@@ -1,4 +1,4 @@
-"""Kinds of rows of a family's table. A row is one property that config.json and Megatron both have.
+"""The kinds of rows in a family's table. A row is a property that config.json and Megatron share.
 
 A row serves three purposes: to translate config.json into Megatron's arguments, to write the
 config.json of a Megatron model, and to compare a config.json with a Megatron model.
@@ -14,31 +14,31 @@ from megatron_r3.replay.words import quoted
 from megatron_r3.weights.family import ModelSettings
 
 Fields = Mapping[str, Any]
-Needed = list[tuple[bool, str]]  # of each condition: whether it holds, and its text for messages
+Needed = list[tuple[bool, str]]  # for each condition: whether it holds, and its text for messages
 
 
 def nothing(config: Any, settings: ModelSettings, made: Fields) -> Fields:
-    """The `write` of a row for which config.json has no field to be written."""
+    """The `write` of a row that writes no field of config.json."""
     return {}
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row, as functions.
+    """The functions of one row.
 
     Attributes:
         name: the field's name in config.json, and in messages.
-        read: returns the value in a config.json. Two models are the same if all rows read the same.
-            Its arguments are config.json, with the fields of rope_parameters put beside the others,
-            and what earlier rows have read. It raises a ValueError that names the field if the
-            field is missing, or if Megatron does not support the value.
-        write: returns fields of config.json for a Megatron model. Its arguments are
+        read: returns the value in a config.json. The function takes config.json, with the fields of
+            rope_parameters put beside the others, and what earlier rows have read. It raises a
+            ValueError that names the field if the field is missing, or if Megatron does not support
+            the value.
+        write: returns fields of config.json for a Megatron model. The function takes the
             TransformerConfig, the ModelSettings, and what earlier rows have written.
-        arguments: returns Megatron's arguments. Its own arguments are what this row has read, and
-            what all rows have read.
-        names: the fields of config.json that are read, if there are others than `name`.
+        arguments: returns Megatron's arguments. The function takes what this row has read, and what
+            all rows have read.
+        names: the fields of config.json that `read` uses; empty if `name` is the only one.
         attributes: fields of TransformerConfig or ModelSettings that `write` or `needs` reads. The
-            family accepts any value of them that `needs` does.
+            family accepts each of their values that `needs` accepts.
         needs: returns further conditions that a TransformerConfig of the family must meet.
     """
 
@@ -59,10 +59,10 @@ def number(
     also: tuple[str, ...] = (),
     may_be_null: bool = False,
 ) -> Row:
-    """A number that config.json and Megatron both have.
+    """The row of a number that config.json and Megatron both have.
 
     Args:
-        flag: Megatron's argument, without its dashes.
+        flag: Megatron's argument, without the dashes in front.
         attribute: the field of TransformerConfig or ModelSettings; by default named like `flag`.
         default: transformers' value if the field is missing, or a function that computes that value
             from what earlier rows have read. None: the field must be there.
@@ -96,10 +96,11 @@ def number(
 
 
 def switch(name: str, flag: str, default: bool, reverse: bool = False) -> Row:
-    """A field that is true or false, and an argument of Megatron without a value.
+    """The row of a field that is true or false, and of a Megatron argument without a value.
 
     Args:
-        flag, default: as in `number`.
+        flag: as in `number`.
+        default: transformers' value if the field is missing.
         reverse: whether Megatron's argument means that the field is false.
     """
     attribute = flag.replace("-", "_")
@@ -120,12 +121,12 @@ def switch(name: str, flag: str, default: bool, reverse: bool = False) -> Row:
 
 
 def fixed(name: str, *values: Any, **more: Any) -> Row:
-    """A field of which Megatron supports one value only, e.g. `fixed("hidden_act", "silu")`.
+    """The row of a field with one value that Megatron supports: `fixed("hidden_act", "silu")`.
 
     Args:
-        values: all ways to write that value. The first one is transformers' value if the field is
-            missing; it is also written, unless it is None. A list in config.json counts as the set
-            of its words.
+        values: all ways to write the supported value. The first of them is transformers' value if
+            the field is missing, and is written, unless it is None. A list in config.json is
+            compared as the sorted list of its different words.
         more: further attributes of the Row.
     """
 
@@ -142,7 +143,7 @@ def fixed(name: str, *values: Any, **more: Any) -> Row:
 
 
 def ignored(name: str, written: Any = None) -> Row:
-    """A field that changes nothing in a model of the family.
+    """The row of a field that changes nothing in a model of the family.
 
     Args:
         written: the value to write; None leaves the field out.
@@ -152,10 +153,10 @@ def ignored(name: str, written: Any = None) -> Row:
 
 
 def derived(name: str, made_of: Callable[[Fields], Any], default: Any = None, **more: Any) -> Row:
-    """A field of which Megatron supports only the value that follows from other fields.
+    """The row of a field whose only value that Megatron supports follows from other fields.
 
     Args:
-        made_of: computes that value from what earlier rows have read or written.
+        made_of: computes the supported value from what earlier rows have read or written.
         default: transformers' value if the field is missing. None: a field that is missing or null
             means the value of `made_of`.
         more: further attributes of the Row.
@@ -179,7 +180,7 @@ def cannot(theirs: Fields, name: str, can: str, default: object = None) -> Value
         default: transformers' value if the field is missing.
     """
     value, model_type = theirs.get(name, default), theirs["model_type"]
-    return ValueError(f"{name} is {quoted(value)}; of a {model_type} model Megatron supports {can}")
+    return ValueError(f"{name} is {quoted(value)}; in a {model_type} model Megatron supports {can}")
 
 
 def shown(value: Any) -> str:

@@ -20,7 +20,7 @@ from megatron_r3.weights.family import ModelSettings
 
 # -- which layers have experts
 
-# the name of these rows in messages: all fields that can say which layers have experts
+# the name of the rows below: all fields of config.json that can say which layers have experts
 MOE_LAYERS = (
     "mlp_only_layers, decoder_sparse_step, first_k_dense_replace, moe_layer_freq or mlp_layer_types"
 )
@@ -31,7 +31,7 @@ def _moe_layers(theirs: Fields, done: Fields) -> tuple[int, ...]:
 
 
 def _layer_pattern(moe: tuple[int, ...], fields: Fields) -> list[str]:
-    """--moe-layer-freq, e.g. `([0]*3+[1]*58)`: 3 dense layers first. Nothing if none is dense."""
+    """--moe-layer-freq, e.g. `([0]*3+[1]*58)`: 3 dense layers first; [] if no layer is dense."""
     layers = range(fields["num_hidden_layers"])
     if moe == tuple(layers):
         return []
@@ -45,7 +45,7 @@ def _dense(config: Any) -> list[int]:
     return sorted({*range(config.num_layers)} - {*moe_layer_indices(config)})
 
 
-# four ways in which a config.json says which layers have experts
+# four ways in which a config.json can say which layers have experts
 EVERY_LAYER = Row(
     MOE_LAYERS,
     _moe_layers,
@@ -71,7 +71,7 @@ LATER_LAYERS = replace(
     needs=lambda config: [
         (
             _dense(config) == [*range(len(_dense(config)))],
-            "experts in all layers behind the first dense ones",
+            "dense layers only before the first layer with experts",
         )
     ],
 )
@@ -86,7 +86,7 @@ NAMED_LAYERS = replace(
     names=(*LATER_LAYERS.names, "mlp_layer_types"),
 )
 
-# -- shared experts, which every token goes to: Megatron has them as one MLP of their joint size
+# -- shared experts, to which every token goes: in Megatron they are one MLP of their joint size
 
 
 def _shared_experts(config: Any) -> float:
@@ -112,10 +112,10 @@ SHARED_EXPERTS = Row(
 
 
 def _groups(theirs: Fields, done: Fields) -> tuple[int, int] | None:
-    """How many groups there are, and how many are chosen; None if all are chosen.
+    """How many groups there are, and how many are chosen for a token; None if all are chosen.
 
-    A group's score is the sum of its best experts' scores: the best two in transformers, the best
-    topk // topk_group in Megatron (group_limited_topk in moe_utils.py).
+    A group's score is the sum of the best scores of its experts: of the best 2 in transformers, of
+    the best topk // topk_group in Megatron (group_limited_topk in moe_utils.py).
     """
     groups, chosen = _whole(theirs, "n_group"), _whole(theirs, "topk_group")
     topk = done["num_experts_per_tok"]
@@ -152,7 +152,7 @@ GROUPS = Row(
 
 # -- RoPE of latent attention
 
-# Megatron's own numbers for MLA's YaRN, which no argument changes (MLATransformerConfig)
+# Megatron's defaults for the YaRN of MLA (MLATransformerConfig); no argument changes them
 _YARN = {"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}
 _YARN_ATTRIBUTES = {
     "factor": "rotary_scaling_factor",
@@ -207,8 +207,8 @@ def _scaled_the_same(config: Any) -> Needed:
 def _same_scale(mscale: float, mscale_all_dim: float) -> bool:
     """Whether transformers and Megatron scale YaRN's cosines the same.
 
-    Both divide the scale for `mscale` by the scale for `mscale_all_dim`. But if either value is 0,
-    transformers uses the scale for mscale 1, undivided.
+    Both libraries divide the scale for `mscale` by the scale for `mscale_all_dim`. But if one of
+    the two values is 0, transformers takes the scale for mscale 1 and does not divide it.
     """
     return bool(mscale and mscale_all_dim) or (mscale == 1 and not mscale_all_dim)
 
@@ -228,7 +228,7 @@ _KINDS = ("full_attention", "sliding_attention")
 
 
 def _window_layers(theirs: Fields, done: Fields) -> list[int]:
-    """1 for a layer with a window, 0 for another; by default 1 0 1 0 and so on."""
+    """For each layer 1 if it has a window, else 0; by default 1, 0, 1, 0 and so on."""
     layers = done["num_hidden_layers"]
     kinds = theirs.get("layer_types") or [_KINDS[1 - layer % 2] for layer in range(layers)]
     if len(kinds) != layers or not {*kinds} <= {*_KINDS}:
@@ -259,7 +259,7 @@ def _is_quick_gelu(config: Any) -> Needed:
 WINDOW = Row(
     "sliding_window",
     lambda theirs, done: _whole(theirs, "sliding_window"),
-    # Megatron counts the tokens before the current token, transformers counts the current one too.
+    # Megatron counts the tokens before the current token; transformers counts the current token too
     lambda config, settings, made: {"sliding_window": config.window_size[0] + 1},
     lambda window, fields: ["--window-size", f"{window - 1},0"],
     attributes=("window_size",),
@@ -277,7 +277,7 @@ QUICK_GELU = fixed("swiglu_alpha", 1.702, attributes=("activation_func",), needs
 
 
 def plain_heads(config: Any) -> Needed:
-    """Whether a head has the size hidden_size / num_attention_heads."""
+    """The condition that a head has the size hidden_size / num_attention_heads."""
     heads = config.kv_channels * config.num_attention_heads
     return [(heads == config.hidden_size, "kv_channels = hidden_size / num_attention_heads")]
 

@@ -1,6 +1,6 @@
-"""The table of the model families: their fields of config.json, and their tensors.
+"""The table of the model families: the fields of config.json, and the tensors.
 
-A new family that resembles one of these is an entry of FAMILIES, and reuses most of the rows.
+A new family that resembles one of these is a new entry of FAMILIES, and reuses most of the rows.
 `table_family.py` reads the table. The kinds of rows are in `field_rows.py`, `odd_rows.py` and, for
 tensors, `tensors.py`.
 """
@@ -75,8 +75,9 @@ QWEN: tuple[Row, ...] = (
     SOME_LAYERS,
     EXPERT_SIZE,
     DENSE_SIZE,
-    # Without this option Megatron takes a softmax over the chosen experts. With the field set,
-    # transformers divides a softmax over all experts by the sum of the chosen ones. Both are equal.
+    # Without --moe-router-pre-softmax Megatron takes a softmax over the chosen experts. With
+    # norm_topk_prob transformers takes a softmax over all experts, and divides the chosen experts'
+    # values by their sum, which gives the same.
     switch("norm_topk_prob", "moe-router-pre-softmax", False, reverse=True),
     fixed("use_sliding_window", False),
     ignored("sliding_window"),  # does nothing without use_sliding_window
@@ -88,7 +89,7 @@ ALL_SPARSE: tuple[Row, ...] = (
     EVERY_LAYER,
     number("intermediate_size", "moe-ffn-hidden-size"),
 )
-# sigmoid scores, a correction bias, groups and a scale: DeepSeek-V3 and models like it
+# DeepSeek-V3 and models like it: sigmoid scores, a correction bias, groups, and a scale
 SIGMOID: tuple[Row, ...] = (
     ROUTED_EXPERTS,
     LATER_LAYERS,
@@ -134,14 +135,14 @@ YARN: tuple[Row, ...] = (
 
 # -- Megatron's arguments of every model of a family; `{name}` is what the row `name` has read
 
-# Megatron's own defaults are those of GPT-2, with dropout
+# Megatron's own defaults are those of GPT-2, and have dropout
 BASE_FLAGS = """
 --normalization RMSNorm --untie-embeddings-and-output-weights --attention-dropout 0
 --hidden-dropout 0 """
 PLAIN_FLAGS = f"{BASE_FLAGS} --swiglu --disable-bias-linear --position-embedding-type rope "
 GROUPED_FLAGS = f"{PLAIN_FLAGS} --group-query-attention "
-# transformers computes these routers in float32. With another rate than 0 Megatron changes the bias
-# in every step, by the number of tokens of each expert.
+# transformers computes these routers in float32. With another bias update rate than 0 Megatron
+# changes the bias in every step, by the number of tokens of each expert.
 SIGMOID_FLAGS = """
 --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-dtype fp32
 --moe-router-bias-update-rate 0 """
@@ -215,7 +216,7 @@ mlp.experts.experts.linear_fc2.bias           mlp.experts.down_proj_bias     sta
 # -- the families
 
 # The two norms inside of MLA have the epsilon 1e-6 in transformers, whatever `rms_norm_eps` is;
-# in Megatron all norms have the same one.
+# in Megatron all norms have the same epsilon.
 DEEPSEEK_V3 = TableFamily(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
@@ -257,7 +258,7 @@ FAMILIES = (
     TableFamily(
         "mixtral",
         "MixtralForCausalLM",
-        # router_jitter_noise is for training alone
+        # router_jitter_noise changes only training
         rows=(
             *(*COMMON, *HEADS, *ALL_SPARSE),
             *(fixed("sliding_window", None), ignored("router_jitter_noise")),
@@ -275,7 +276,7 @@ FAMILIES = (
         rows=(*COMMON, *LATENT, *SIGMOID, NAMED_LAYERS),
         by_name=True,
     ),
-    # of the GLM-4.5 models some have norms of queries and keys, and some have none
+    # some of the GLM-4.5 models have norms of queries and keys, and some have none
     TableFamily(
         "glm4_moe",
         "Glm4MoeForCausalLM",
@@ -320,7 +321,7 @@ FAMILIES = (
 # model types that one may expect in FAMILIES, and why they are refused
 REFUSED = {
     "olmoe": (
-        "its norms of queries and keys are over all heads together, Megatron's (SelfAttention in "
-        "megatron/core/transformer/attention.py) over each head"
+        "the model normalizes the queries and keys of all heads together, and Megatron "
+        "(SelfAttention in megatron/core/transformer/attention.py) those of each head"
     ),
 }

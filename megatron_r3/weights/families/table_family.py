@@ -1,4 +1,4 @@
-"""A model family, defined by its rows in `table.py`."""
+"""A model family that its entry in `table.py` defines."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from megatron_r3.weights.known import (
     routes_itself,
 )
 
-# Fields of TransformerConfig that differ from the defaults of Megatron's class; a family's `config`
-# or rows may say otherwise
+# The values of these fields of TransformerConfig in every family, whatever the class's defaults
+# are; a family's `config` or rows may say otherwise.
 PLAIN: Fields = {
     "normalization": "RMSNorm",
     "gated_linear_unit": True,
@@ -40,7 +40,8 @@ PLAIN: Fields = {
     "add_bias_linear": False,
     "multi_latent_attention": False,
 }
-# the same of ModelSettings; a family's `settings` or rows may say otherwise
+# The values of these fields of ModelSettings in every family; a family's `settings` or rows may say
+# otherwise.
 _PLAIN_SETTINGS: Fields = {
     "tied": False,
     "position_embedding_type": "rope",
@@ -49,9 +50,9 @@ _PLAIN_SETTINGS: Fields = {
     "interpolation": None,
 }
 # Fields of TransformerConfig that may have any value in every family, because the shapes of tensors
-# or the row MOE_LAYERS show them
+# or the row MOE_LAYERS show the value
 SHOWN = ("num_query_groups", "kv_channels", "ffn_hidden_size", "moe_layer_freq")
-# what messages say for an option that must be off, where "no NAME" would be unclear
+# how a message names an option that must be off, if "no NAME" would be unclear
 _OFF = {"tied": "untied embeddings", "interpolation": "no rotary_seq_len_interpolation_factor"}
 # fields of config.json that are read for every family
 _READ = ("model_type", "quantization_config", "rope_parameters", "rope_scaling", "rope_theta")
@@ -79,16 +80,16 @@ class TableFamily:
     """The family (`megatron_r3.weights.family.Family`) of one entry in the table.
 
     Attributes:
-        model_type, architecture: of config.json.
-        rows: the fields of config.json. Of two rows with one name the later one counts.
+        model_type, architecture: the two values in config.json.
+        rows: the fields of config.json. Of two rows with the same name the later one counts.
         flags: Megatron's arguments of every such model; `{name}` is what the row `name` has read.
         config: fields of TransformerConfig that differ from PLAIN and from Megatron's defaults.
         settings: fields of ModelSettings that differ from _PLAIN_SETTINGS.
         layer: the tensors of every layer, without those of its MLP.
-        sparse, dense: the tensors of an MLP with experts, and of one without.
+        sparse, dense: the tensors of an MLP with experts, and of an MLP without.
         predicts: whether layers for prediction (MTP) may follow the last layer.
-        by_name: whether another family has the same Megatron models, so that only a config.json
-            can name this one.
+        by_name: whether another family has the same Megatron models, so that only config.json shows
+            that a model is of this family.
     """
 
     model_type: str
@@ -146,7 +147,9 @@ class TableFamily:
         any_value = {*SHOWN, *self.attributes()}
         for values, place in ((wanted, config), ({**_PLAIN_SETTINGS, **self.settings}, settings)):
             for name, want in values.items():
-                have = getattr(place, name, None)  # in a release without the field it is off
+                have = getattr(
+                    place, name, None
+                )  # None: this release of Megatron has no such field
                 holds = name in any_value or have == want or (have is None and not want)
                 value = getattr(want, "__name__", want)
                 needed.append((holds, f"{name}={value}" if want else _OFF.get(name, f"no {name}")))
@@ -221,7 +224,7 @@ class TableFamily:
                 )
 
     def _refuse_unknown(self, hf_config: Fields, rope: Mapping[str, Any]) -> None:
-        """Refuse a field if it is not known what the field changes.
+        """Refuse a config.json with a field of which this project does not know what it changes.
 
         Raises:
             ValueError: naming the field.
@@ -230,6 +233,7 @@ class TableFamily:
             for name, value in fields.items():
                 if value is not None and name not in known:
                     raise ValueError(
-                        f"{name} is {quoted(value)}, and what it does to a {self.model_type} model "
-                        "is not known here: remove it from the file if it does nothing"
+                        f"{name} is {quoted(value)}, and this project does not know what {name} "
+                        f"does in a {self.model_type} model: remove it from the file if it does "
+                        "nothing"
                     )

@@ -1,6 +1,7 @@
-"""From rows of a table to whole tensors: how transformers' tensors are made of Megatron's.
+"""How transformers' tensors are made of Megatron's, by the rows of a family's table.
 
-Each rule is two functions, one the inverse of the other; they move values and never change them.
+A rule is two functions, the second one the inverse of the first. They move values and never change
+them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Rule(NamedTuple):
 
     Attributes:
         to_hf, to_megatron: inverse functions; the results may share memory with the arguments.
-        all_experts: whether one tensor of transformers holds all experts of a layer.
+        all_experts: whether a transformers tensor holds all experts of a layer.
     """
 
     to_hf: Change
@@ -37,9 +38,10 @@ class Tensors(NamedTuple):
     """A row of a table: a tensor of Megatron, and the tensors of transformers with its values.
 
     Attributes:
-        ours, theirs: Megatron's and transformers' names; in a layer, the part behind its number.
+        ours, theirs: Megatron's and transformers' names; for a layer's tensor only the part of the
+            name behind the layer's number.
         when: a field of TransformerConfig; the model has the tensor only if the field is set.
-        unless: a field of TransformerConfig; the model has the tensor only if it is not set.
+        unless: a field of TransformerConfig; the model has the tensor only if the field is not set.
     """
 
     ours: str
@@ -50,12 +52,12 @@ class Tensors(NamedTuple):
 
 
 def table(text: str) -> tuple[Tensors, ...]:
-    """The rows of a text: Megatron's name, transformers', a rule of RULES, and a condition.
+    """Read rows: Megatron's name, transformers' names, a rule of RULES, and maybe a condition.
 
     Example: `mlp.linear_fc1.weight mlp.{gate,up}_proj.weight halves`. In layer 3 Megatron's tensor
-    decoder.layers.3.mlp.linear_fc1.weight is two tensors of transformers: its first half of rows is
-    model.layers.3.mlp.gate_proj.weight, its second half ...up_proj.weight. Braces are as in a
-    shell. A `*` is the number of an expert. A last word `if=FIELD` or `unless=FIELD` is `when` or
+    decoder.layers.3.mlp.linear_fc1.weight is two tensors of transformers: the first half of the
+    rows is model.layers.3.mlp.gate_proj.weight, the second half ...up_proj.weight. Braces are as in
+    a shell. A `*` is the number of an expert. A last word `if=FIELD` or `unless=FIELD` is `when` or
     `unless` of `Tensors`.
     """
     rows = []
@@ -67,11 +69,11 @@ def table(text: str) -> tuple[Tensors, ...]:
 
 
 def mapped(rows: Iterable[Tensors], config: Any, layer: int | None = None) -> Iterator[Mapped]:
-    """The tensors of one layer, or those outside of the layers.
+    """Yield the tensors of one layer, or the tensors outside of the layers.
 
     Args:
         config: Megatron's TransformerConfig.
-        layer: its index from 0.
+        layer: the layer's index from 0; None for the tensors outside of the layers.
     """
     ours, theirs = ("", "") if layer is None else ("decoder.layers.", f"model.layers.{layer}.")
     for row in rows:
@@ -93,7 +95,7 @@ def mapped(rows: Iterable[Tensors], config: Any, layer: int | None = None) -> It
 
 
 def own_dtype(place: Place) -> torch.dtype | None:
-    """The dtype of a tensor that transformers never stores in another; None for most tensors."""
+    """float32 for the router's expert bias, which transformers always stores in it; else None."""
     return torch.float32 if place.key.endswith("mlp.router.expert_bias") else None
 
 
@@ -112,7 +114,7 @@ def _apart(config: Any, whole: list[Tensor]) -> list[Tensor]:
 
 
 def _joined(config: Any, parts: list[Tensor]) -> list[Tensor]:
-    return [torch.stack(parts).flatten(0, 1)]  # unlike cat, this refuses parts of unequal shapes
+    return [torch.stack(parts).flatten(0, 1)]  # unlike cat, stack refuses parts of unequal shapes
 
 
 def _heads(config: Any) -> tuple[int, int, int]:
@@ -142,7 +144,7 @@ def _by_group(config: Any, parts: list[Tensor]) -> list[Tensor]:
 
 
 def _stacked(config: Any, experts: list[Tensor]) -> list[Tensor]:
-    """Stack all experts into one tensor, and transpose their weights (not their biases)."""
+    """Stack all experts into one tensor, and transpose each weight; a bias is not transposed."""
     return [torch.stack(experts).transpose(1, -1)]
 
 
@@ -151,7 +153,7 @@ def _unstacked(config: Any, stacked: list[Tensor]) -> list[Tensor]:
 
 
 def _taking_turns(config: Any, experts: list[Tensor]) -> list[Tensor]:
-    """`_stacked`, after Megatron's rows g0 g1 u0 u1 (gate, then up) became g0 u0 g1 u1."""
+    """`_stacked`, with Megatron's rows g0 g1 u0 u1 (gate, then up) in the order g0 u0 g1 u1."""
     return _stacked(config, [torch.stack(e.chunk(2), dim=1).flatten(0, 1) for e in experts])
 
 

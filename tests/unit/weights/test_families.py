@@ -107,10 +107,10 @@ def test_what_is_not_an_argument() -> None:
             "rope_type is 'linear'",
         ),
         ({"model_type": "llama"}, "model_type is 'llama'"),
-        ({"made_up": 0}, "made_up is 0, and what it does to a"),
+        ({"made_up": 0}, "made_up is 0, and this project does not know what"),
         (
             {"factor": 40},
-            "factor is 40, and what it does to a",
+            "factor is 40, and this project does not know",
         ),  # it is of RoPE, and stands outside of it
         (
             {"rope_parameters": {"rope_type": "default", "mrope_section": [8, 8]}},
@@ -146,7 +146,7 @@ def test_a_field_that_megatron_cannot_do(family: str, fields: dict[str, Any], wo
             "layer_types is",
         ),
         ("mixtral", {"layer_types": 4}, "layer_types is 4"),
-        ("mixtral", {"moe_layer_freq": 2}, "moe_layer_freq is 2, and what it does"),
+        ("mixtral", {"moe_layer_freq": 2}, "moe_layer_freq is 2, and this project does"),
         ("mixtral", {"sliding_window": 4096}, "sliding_window is 4096"),
         ("deepseek_v3", {"n_group": 4, "topk_group": 2}, "topk_group is 2;.* supports 1"),
         ("deepseek_v3", {"n_group": "missing"}, "n_group must be"),
@@ -200,7 +200,7 @@ def test_a_family_near_another_is_an_entry_of_the_table() -> None:
     assert kimi.arguments(fields) == FAMILIES["deepseek_v3"].arguments(
         config("deepseek_v3", n_group=4)
     )
-    with pytest.raises(ValueError, match="of a kimi_k2 model Megatron supports only True"):
+    with pytest.raises(ValueError, match="in a kimi_k2 model Megatron supports only True"):
         kimi.arguments({**fields, "rope_interleave": False})
 
 
@@ -217,7 +217,9 @@ def test_what_changes_nothing_is_taken() -> None:
 
 
 def test_a_family_that_is_refused_by_its_name() -> None:
-    with pytest.raises(ValueError, match="x: model_type is 'olmoe': its norms of queries and keys"):
+    with pytest.raises(
+        ValueError, match="x: model_type is 'olmoe': the model normalizes the queries"
+    ):
         family_named("olmoe", "x")
     with pytest.raises(ValueError, match="moves only models of these types: deepseek_v3"):
         family_named(["mixtral"], "x")
