@@ -130,7 +130,7 @@ def bump_line(
 
 def _job(old: Line, new: str, repo: Path, line: str) -> Job:
     commit = resolve(repo, new)
-    tree = commit[:12]  # HEAD and branches move, so only a tag names the commit
+    tree = commit[:12]  # HEAD and branches move, so of all names only a tag is used
     with suppress(PatchingError):
         tree = new if resolve(repo, f"refs/tags/{new}") == commit else tree
     tag = re.fullmatch(r"core_v(\d+\.\d+\.\d+)", new)
@@ -200,7 +200,7 @@ def _bumped(versions: Versions, job: Job, *, again: bool) -> Bumped:
 
 
 def open_workplace(work: Path, repo: Path, job: Job) -> None:
-    """Make `work` a checkout of `repo` at the job's commit, unless `work` is one of this job.
+    """Make `work` a checkout of `repo` at the job's commit, unless `work` is the job's already.
 
     The checkout shares the objects of `repo`, and `repo` is not changed. If a step fails, no
     checkout is left.
@@ -286,7 +286,7 @@ def upstream_commits(repo: Path, base: tuple[str, str], path: str, head: str, mo
 
 def _reject(work: Path, series: Series, patch: Patch, failed: PatchFailed) -> None:
     """Apply the hunks that fit to the files of `work`, and write the others to PATH.rej."""
-    for path in series.blobs:  # rejected hunks of earlier patches
+    for path in series.blobs:  # remove the rejected hunks of earlier patches
         (work / f"{path}.rej").unlink(missing_ok=True)
     diff = b"".join(change.diff for change in patch.changes)
     run_git(work, "apply", "--reject", "-", stdin=diff, check=False)

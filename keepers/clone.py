@@ -37,7 +37,7 @@ def check_clone(repo: Path) -> None:
 
 
 def git_path(repo: Path, name: str) -> Path:
-    """Where the repository keeps its file of this name, such as objects or rebase-apply."""
+    """The path of `name` in the git directory of `repo`, for example of objects or rebase-apply."""
     return (repo / git(repo, "rev-parse", "--git-path", name)).resolve()
 
 
@@ -80,7 +80,7 @@ def borrow(repo: Path, folder: Path) -> Path:
 
 
 def committed_files(repo: Path, commit: str, paths: Iterable[str]) -> dict[str, FileOnDisk]:
-    """The files at `paths` as the commit has them; the data of a file that it lacks is None.
+    """The files at `paths` as the commit has them; a file that the commit lacks has the data None.
 
     Raises:
         PatchingError: `repo` lacks the data of a file, as a partial clone may.

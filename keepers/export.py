@@ -77,7 +77,7 @@ def export_series(
     temporary repository and exports it from there. All files are written or none.
 
     Raises:
-        PatchingError: the checkout or a commit is not fit for export; the message says which.
+        PatchingError: the checkout or a commit is not fit for export; the message says why.
     """
     root, versions = root.resolve(), read_versions(patches)
     refuse_unfinished(root)
@@ -103,7 +103,7 @@ def export_commits(root: Path, base: str, versions: Versions, line: str) -> dict
     """
     others = [read_series(other.folder) for other in versions.lines if other.name != line]
     taken = {patch.number for series in others for patch in series.patches}
-    # A number of this line counts only if no other line has used the number for another concern.
+    # A number of this line counts only if no other line uses the number for another subject.
     own = _own_numbers(versions.folder / line)
     known = {subject: number for subject, number in own.items() if number not in taken}
     for series in reversed(others):  # if lines disagree, the number of the first line counts
@@ -212,7 +212,7 @@ def _format(repo: Path, base: str, folder: Path) -> list[Path]:
 
 
 def am(tree: Path, patches: Sequence[Path]) -> None:
-    """Commit the patches to a checkout, with the authors, dates and messages they have.
+    """Commit the patches to the checkout `tree`, with the authors, dates and messages in them.
 
     Raises:
         MailFailed: a patch does not apply; git am is left in progress in `tree`.

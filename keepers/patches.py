@@ -4,7 +4,7 @@
     python -m keepers.patches export TREE [--line LINE] [--base REV] [--check]
     python -m keepers.patches bump OLD NEW --repo CLONE [--name LINE] [--work DIR]
 
-`make verify`, `make export` and `make bump` give these commands.
+`make verify`, `make export` and `make bump` run these commands.
 """
 
 from __future__ import annotations

@@ -65,9 +65,9 @@ def plan_numbers(
 ) -> list[int]:
     """The number of each subject of a series, in order.
 
-    A `known` subject keeps its number. A new subject gets the smallest number above the number of
-    the subject before it that is not in `taken`, the numbers of other release lines. Example: the
-    subjects A, new, B with A = 1 and B = 4 get 1, 2, 4; if 2 is taken, they get 1, 3, 4.
+    A `known` subject keeps its number. A new subject gets the smallest number that is larger than
+    the number of the subject before, and is not in `taken`, the numbers of other release lines.
+    Example: the subjects A, new, B with A = 1 and B = 4 get 1, 2, 4; if 2 is taken, 1, 3, 4.
 
     Raises:
         PatchingError: a subject is there twice, the known numbers do not rise, or no number between

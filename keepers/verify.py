@@ -22,7 +22,7 @@ from megatron_r3.patching.versions import KnownTree, Line, Versions
 
 @dataclass(frozen=True)
 class Verified:
-    """What was checked of a series that fits one tree exactly, both applied and taken back.
+    """The result of a check that passed: the series fits the tree exactly.
 
     Attributes:
         base: the commit that the series was applied to.
@@ -87,7 +87,7 @@ def _there_and_back(status: TreeStatus) -> None:
 
 
 def _compare_modes(status: TreeStatus, base: str) -> None:
-    """Refuse patches that name another mode of a file than `base` has: a revert would set it."""
+    """Refuse patches that name another mode of a file than `base` has: revert would set that."""
     wanted = {c.path: c for patch in status.series.patches for c in patch.changes if c.pre}
     # one entry: "100755 blob <id>\tmegatron/core/a.sh"
     for entry in git(status.root, "ls-tree", "-z", base, "--", *wanted).split("\0")[:-1]:

@@ -1,7 +1,7 @@
 """A temporary git repository, in which patches are tried before a tree is touched.
 
-Only the files that a series changes are copied into its folder. Git applies the patches there, one
-after the other, and the blob id of each changed file is compared with the id in the patch.
+Only the files that a series changes are copied into the repository. Git applies the patches there,
+one after the other, and the blob id of each changed file is compared with the id in the patch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class PatchFailed(PatchingError):
         super().__init__(f"{patch.file.name} does not apply at {self.where}")
 
     def explain(self, num_patches: int, *more: str) -> str:
-        """The text for the user; `more` are further lines at its end. For example:
+        """The text for the user; the lines `more` are put at the end. For example:
 
         patch 2 of 10 does not apply: 0002-Ask-the-hook.patch
           at: megatron/core/transformer/moe/router.py:120
@@ -122,7 +122,7 @@ class Scratch:
 
 @contextmanager
 def scratch(files: Mapping[str, FileOnDisk]) -> Iterator[Scratch]:
-    """A temporary folder with these files, each where it is in its tree."""
+    """Yield a `Scratch` in a temporary folder, with these files at their paths in the tree."""
     with tempfile.TemporaryDirectory(prefix="megatron-r3-") as folder:
         yield Scratch(Path(folder), files)
 

@@ -1,4 +1,4 @@
-"""Reads the patches of a release line: a series.
+"""Reads a series: the patches of a release line.
 
 A series is what `git format-patch --full-index --no-renames` writes: numbered patch files that
 change, add or delete text files. A patch has the full blob ids of each text file before and after;

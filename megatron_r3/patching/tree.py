@@ -1,8 +1,8 @@
 """Which known tree a directory is, and how far it is patched.
 
-A tree is recognised by the blob ids of the files that the series touches. Its version string says
-nothing (upstream's tag core_v0.19.0 calls itself 0.19.1), and the tree need not be a git checkout.
-A known file has a place in its chain of blobs: place 0 is the base, the last place is patched.
+A tree is recognised by the blob ids of the files that the series changes. Its version string is not
+used (upstream's tag core_v0.19.0 calls itself 0.19.1), and the tree need not be a git checkout. A
+known file has a place in its chain of blobs: place 0 is the base, the last place is patched.
 Example: two patches change router.py, so its chain is (a, b, c). A file with the id b has place 1:
 the first patch is in it, the second is not. The chains of a release are those of its patches and of
 versions.toml. An unreleased tree that was patched has a record, with a diff that counts as one
@@ -133,7 +133,7 @@ def find_root(root: Path) -> Path:
     """The resolved path of the tree `root`.
 
     Raises:
-        PatchingError: it is no Megatron-LM tree.
+        PatchingError: `root` is no Megatron-LM tree.
     """
     root = root.resolve()
     if not root.is_dir():
@@ -159,9 +159,9 @@ def identify(root: Path, versions: Versions, line: str = "") -> TreeStatus:
         series = read_series(candidate.folder)
         files = {path: read_file(root, path) for path in series.blobs}
         matches += [compare(root, candidate, series, tree, files) for tree in candidate.trees]
-    # no unknown file, then the most known files, then the fewest unknown ones
+    # first a tree without unknown files, then by the most known files, then by the fewest unknown
     best = max(matches, key=lambda m: (not m.unknown, m.num_recognised, -len(m.unknown)))
-    # A tree that has some of the groups looks like a release that is half patched.
+    # A tree with only some of the groups looks like a half applied release, but has a record.
     if best.state in (TreeState.UNKNOWN, TreeState.HALF_APPLIED):
         record = read_record(root)
         if record and record.tree and line in ("", record.tree.line):

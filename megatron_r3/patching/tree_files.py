@@ -22,7 +22,7 @@ from megatron_r3.patching.git import PatchingError, blob_id, names
 
 @dataclass(frozen=True)
 class FileOnDisk:
-    """What was read of a file: `data` is None if there is none, `stat` also for git's output."""
+    """The bytes and stat of a file; both are None without a file, and `stat` for git's output."""
 
     data: bytes | None
     stat: os.stat_result | None = None
@@ -68,7 +68,7 @@ def read_file(root: Path, path: str) -> FileOnDisk:
 
 @contextmanager
 def locked(root: Path) -> Iterator[None]:
-    """Wait until no other command changes `root`; others then wait until the body ends.
+    """Wait until no other command changes `root`; other commands then wait until the body ends.
 
     The lock is on the open folder, not a file, so it ends with the process, even a killed one.
     """
@@ -118,9 +118,9 @@ def replace_files(
 
 
 def remove_leftovers(root: Path, paths: Iterable[str]) -> None:
-    """Remove what an apply or revert left beside these files, and the empty folders of lost files.
+    """Remove the new content that lies beside these files, and the empty folders of missing files.
 
-    Beside a file lies its new content, if the process was killed before the rename.
+    A process that is killed before a rename leaves such new content (see `_staged`).
     """
     for path in paths:
         with suppress(OSError):

@@ -43,7 +43,7 @@ class Fit:
 
     @property
     def size(self) -> str:
-        """The release line and how far its nearest known tree is, in a few words.
+        """The release line and how far the tree is from the nearest known tree, in a few words.
 
         Example: "main (8 of 11 files differ from main of 2026-08-22, hunks moved by 40 lines)".
         """
@@ -79,7 +79,7 @@ def find_fits(
     With `line` only this line is tried. `Fit.distance` gives the order.
 
     Args:
-        wanted: the groups to apply, which must all fit; empty for r3 and what else applies.
+        wanted: the groups to apply, which must all fit; empty for r3 and every group that fits.
 
     Raises:
         PatchingError: a file in question is a symlink, a folder or unreadable, or a series is
@@ -190,7 +190,7 @@ def choose(root: Path, fits: list[Fit]) -> tuple[Fit, str]:
 
 
 def how_to_take(root: Path, fits: list[Fit]) -> str:
-    """The message about a tree that the patches fit, where --unreleased was not given."""
+    """The message about a tree that the patches fit, if --unreleased was not given."""
     tree, others = fits[0].tree, [fit.size for fit in fits[1:]]
     quoted = shlex.quote(str(root))
     also = f" (so do those of {names(others)})" if others else ""

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def my_rank() -> int:
-    """This rank; 0 without process groups."""
+    """The number of this rank; 0 without process groups."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 

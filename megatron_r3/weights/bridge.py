@@ -181,7 +181,7 @@ def _bridged(
     models: Sequence[torch.nn.Module],
     places: Sequence[Place],
 ) -> BridgeFamily:
-    """The family of a bridge, which checks before any weight is read that it can move the model."""
+    """The family of a bridge; a model that the bridge cannot move is refused here."""
     chunk: Any = unwrapped(models[0])
     theirs, where = _hf_config(directory), directory / CONFIG
     try:

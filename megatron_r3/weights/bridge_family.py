@@ -43,7 +43,7 @@ class Translator(Protocol):
     title: str
 
     def built(self) -> Any:
-        """The bridge's config for config.json, with the fields of Megatron's TransformerConfig."""
+        """The config that the bridge makes of config.json, with TransformerConfig's fields."""
 
     def names(self, name: str) -> tuple[str, ...] | None:
         """The transformers tensors of Megatron's tensor `name`; None if the bridge knows none."""
@@ -82,7 +82,7 @@ class BridgeFamily:
             self._own.check(config, settings)
 
     def hf_config(self, config: Any, settings: ModelSettings) -> dict[str, Any]:
-        """See `Family`; this always raises: config.json is copied from a directory."""
+        """Raise a ValueError: a bridge writes no config.json, so a directory's must be copied."""
         raise ValueError(
             f"{self._translator.title} does not write config.json: name a transformers directory "
             "of the model (--hf-like DIR)"

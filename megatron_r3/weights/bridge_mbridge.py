@@ -32,8 +32,8 @@ class Mbridge:
         from mbridge.core.bridge import _MODEL_REGISTRY
 
         self.title = title
-        # For a model with tied embeddings mbridge changes this table of the class, which later
-        # untied models would read too. So the table is put back.
+        # For a model with tied embeddings mbridge changes this table of the class. Later models
+        # without tied embeddings would read the change, so the table is put back.
         names = _MODEL_REGISTRY[hf_config.model_type]._DIRECT_MAPPING
         before = dict(names)
         try:
@@ -67,10 +67,10 @@ class Mbridge:
 
 
 def known_models() -> tuple[set[str], str]:
-    """The models that mbridge knows, as values of a field of config.json, and that field's name.
+    """The models that mbridge knows, by a field of config.json, and the field's name.
 
     Raises:
-        ImportError: mbridge cannot be imported. Its import may raise other errors too.
+        ImportError: mbridge cannot be imported. The import may raise other errors too.
     """
     from mbridge import AutoBridge
 

@@ -37,7 +37,7 @@ class MegatronBridge:
         self._module = _Whole(config)
 
     def built(self) -> Any:
-        """Megatron-Bridge's provider for config.json, which has TransformerConfig's fields.
+        """The provider that Megatron-Bridge makes of config.json, with TransformerConfig's fields.
 
         The provider is not finalized: a field that Megatron derives from other fields is None.
         """
@@ -110,7 +110,7 @@ def _alone() -> Iterator[None]:
 
 
 def known_models() -> tuple[set[str], str]:
-    """The models that Megatron-Bridge knows, as values of a config.json field, and its name.
+    """The models that Megatron-Bridge knows, by a field of config.json, and the field's name.
 
     Raises:
         ImportError: Megatron-Bridge, or Transformer Engine, which it needs, cannot be imported.

@@ -68,7 +68,7 @@ def load_whole(models: Sequence[torch.nn.Module], args: Any, option: str = "--lo
     """
     from megatron.training.checkpointing import load_checkpoint
 
-    models = [unwrapped(model) for model in models]  # Megatron unwraps them too before it loads
+    models = [unwrapped(model) for model in models]  # `load_checkpoint` unwraps models too
     args.finetune = False  # else Megatron does not compare its arguments with the checkpoint's
     args.no_load_optim = args.no_load_rng = True
     # a value that is still NaN afterwards was not loaded

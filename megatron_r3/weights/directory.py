@@ -175,8 +175,8 @@ def writing(directory: Path) -> Iterator[None]:
 def appearing(directory: Path) -> Iterator[Path]:
     """A folder that is renamed to `directory` at the end, or removed after an error.
 
-    All ranks enter and leave the block, and must see the same file system. An error inside it must
-    be raised on all ranks (see `all_ranks.together`).
+    All ranks enter and leave the block, and must see the same file system. An error inside the
+    block must be raised on all ranks (see `all_ranks.together`).
 
     Inside the block the folder is `.NAME.part`, beside `directory`. If rank 0 is killed, the folder
     stays until somebody writes `directory` again.

@@ -89,8 +89,8 @@ class Mapped:
     Attributes:
         places: the Megatron tensors, all of one layer or all outside of the layers.
         names: the names of the transformers tensors.
-        to_hf: makes the tensors of `names` of the tensors of `places`; the results may share memory
-            with the arguments.
+        to_hf: makes the tensors of `names` from the tensors of `places`; the results may share
+            memory with the arguments.
         to_megatron: the inverse of `to_hf`.
         dtype: float32 for tensors that transformers always stores in float32; None for others, of
             which the caller chooses the dtype.

@@ -1,9 +1,9 @@
 """Weights in fp8 with a scale for each block, as DeepSeek-V3 and Qwen3's FP8 models are shipped.
 
 A directory has a matrix `NAME` in float8_e4m3fn, and in `NAME_scale_inv` a number for each block,
-for example of 128 x 128; a value is its fp8 value times the number of its block. Example: a matrix
-of 576 rows has 5 rows of blocks, of which the last one is 64 rows high. transformers'
-FineGrainedFP8Config has the same format.
+for example of 128 x 128; an entry of the matrix is its fp8 value times the number of its block.
+Example: a matrix of 576 rows has 5 rows of blocks, of which the last one is 64 rows high.
+transformers' FineGrainedFP8Config has the same format.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class Piece:
     """This rank's part of one tensor.
 
     Attributes:
-        shape: of the whole tensor, without axes for layers and experts.
+        shape: the shape of the whole tensor, without axes for layers and experts.
         offset: for each axis of the whole tensor, the index at which the part begins.
         tensor: the part; it shares its memory with the model's parameter.
         is_first: whether this rank may write the part; other ranks may hold the same part.
@@ -121,7 +121,7 @@ def sharded_tensors(state: Any) -> Iterator[Any]:
     if isinstance(state, (list, tuple)):
         for value in state:
             yield from sharded_tensors(value)
-    elif hasattr(state, "build"):  # a ShardedTensorFactory: gate and up, one tensor in Megatron
+    elif hasattr(state, "build"):  # a ShardedTensorFactory: makes two tensors of gate and up
         yield from sharded_tensors(state.build())
     elif hasattr(state, "local_shape"):
         yield state

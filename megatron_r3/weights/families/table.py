@@ -150,7 +150,7 @@ SIGMOID_CONFIG = {"moe_router_score_function": "sigmoid", "moe_router_enable_exp
 
 # -- tensors
 
-# attention with grouped queries; norms and biases where the model has them
+# attention with grouped queries; norms and biases only if the model has them
 ATTENTION = table("""
 input_layernorm.weight              input_layernorm.weight            same
 pre_mlp_layernorm.weight            post_attention_layernorm.weight   same
@@ -160,9 +160,9 @@ self_attention.linear_qkv.bias      self_attn.{q,k,v}_proj.bias       qkv     if
 self_attention.q_layernorm.weight   self_attn.q_norm.weight           same    if=qk_layernorm
 self_attention.k_layernorm.weight   self_attn.k_norm.weight           same    if=qk_layernorm
 """)
-# Both sides keep the rotary part of a head in pairs x0 x1, x2 x3, and rotate such pairs: Megatron
-# by `mla_rotary_interleaved` in multi_latent_attention.py, transformers by `rope_interleave`. So
-# the rows of the weights have the same order.
+# Megatron and transformers both keep the rotary part of a head in pairs x0 x1, x2 x3, and rotate
+# such pairs: Megatron by `mla_rotary_interleaved` in multi_latent_attention.py, transformers by
+# `rope_interleave`. So the rows of the weights have the same order.
 LATENT_ATTENTION = table("""
 input_layernorm.weight                      input_layernorm.weight                same
 pre_mlp_layernorm.weight                    post_attention_layernorm.weight       same

@@ -136,7 +136,7 @@ class TableFamily:
         """See `Family`.
 
         Raises:
-            OtherFamilyError: it names everything that the model lacks.
+            OtherFamilyError: the model lacks something; the error names everything that it lacks.
         """
         wanted = {**defaults(type(config)), **PLAIN, **self.config}
         del wanted[BALANCING]
