@@ -84,7 +84,10 @@ def run_export(args: argparse.Namespace) -> int:
     done = export_series(args.tree, patches_of(args), **options)
     differ = names(done.differ, most=99)
     if args.check and done.differ:
-        raise PatchingError(f"{done.folder} is not what {args.tree} exports: {differ}")
+        raise PatchingError(
+            f"{args.tree} exports other patches than {done.folder} has: {differ} (without --check, "
+            "or without CHECK=1, they are written)"
+        )
     if done.differ:
         print(f"{len(done.names)} patches in {done.folder}; changed: {differ}")
     else:
@@ -110,7 +113,7 @@ def _result(check: TreeCheck) -> str:
     if (done := check.verified) is None:
         return "not checked, the clone lacks this tree's commit or files"
     return (
-        f"{done.num_patches} patches of {done.num_files} files, every byte there and back"
+        f"{done.num_patches} patches of {done.num_files} files, applied and taken back to the byte"
         f"{left_out_of(check.tree.name, check.tree.absent)}"
     )
 

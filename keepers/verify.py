@@ -71,7 +71,7 @@ def verify_tree(repo: Path, line: Line, tree: KnownTree) -> Verified | None:
             return None
         wrong = names(status.unknown or status.patched)
         raise PatchingError(
-            f"the commit of {tree.name} has other files than those that the patches change: {wrong}"
+            f"the patches start from other contents than the commit of {tree.name} has: {wrong}"
         )
     _there_and_back(status)
     _compare_modes(status, base)

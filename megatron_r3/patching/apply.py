@@ -85,7 +85,7 @@ def apply_series(
         elif some and status.state is not TreeState.PRISTINE:
             raise PatchingError(
                 f"{root} is patched with {names(status.groups)}, not with {names([*groups])}: "
-                "revert it first"
+                "revert the tree first"
             )
         elif recorded:
             _refuse_other_patches(status)
@@ -95,11 +95,13 @@ def apply_series(
 def _check_groups(groups: Collection[str]) -> None:
     known = [group.name for group in GROUPS]
     if unknown := [name for name in groups if name not in known]:
-        raise PatchingError(f"--groups {' '.join(unknown)}: the groups are {names(known)}")
+        raise PatchingError(
+            f"--groups {' '.join(unknown)}: no such group; there are {names(known)}"
+        )
     for group in GROUPS:
         missing = [name for name in group.needs if name not in groups]
         if group.name in groups and missing:
-            raise PatchingError(f"--groups {group.name}: it needs {names(missing)}: give them too")
+            raise PatchingError(f"--groups: {group.name} needs {names(missing)}: give these too")
 
 
 def revert_series(root: Path, patches: Path, *, line: str = "") -> Change:
@@ -168,7 +170,7 @@ def _refuse_other_patches(status: TreeStatus) -> None:
     if tree and tree.series != today:
         raise PatchingError(
             f"{status.root} was patched with other patches of {tree.line}, those of megatron-r3 "
-            f"{tree.version}: revert it first, then apply again"
+            f"{tree.version}: revert the tree first, then apply again"
         )
 
 

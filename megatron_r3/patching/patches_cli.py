@@ -77,7 +77,7 @@ def run_apply(args: argparse.Namespace) -> int:
         print(_differ(tree))
         if change.others:
             print(change.others)
-        print(f"this tree was not tested yet: next: make check MEGATRON={_quoted(change.status)}")
+        print(f"this tree was not tested yet; next: make check MEGATRON={_quoted(change.status)}")
     return 0
 
 

@@ -104,8 +104,8 @@ class Scratch:
             fits = FileOnDisk(before[change.path]).blob == old
             if fits and FileOnDisk(after[change.path]).blob != new:
                 raise PatchingError(
-                    f"{patch.file} is damaged: it does not give the {change.path} that it "
-                    "promises; nothing was changed"
+                    f"{patch.file} is damaged: {change.path} does not get the blob id that is in "
+                    "the patch; nothing was changed"
                 )
         return sum(int(offset) for offset in _OFFSET.findall(done.stderr))
 
@@ -164,8 +164,8 @@ def patched_contents(status: TreeStatus, *, reverse: bool = False) -> dict[str, 
         blob = FileOnDisk(contents[path]).blob
         if status.places[path] is not None and blob != chain[0 if reverse else -1]:
             raise PatchingError(
-                f"the patches of {status.line.name} are damaged: they do not give the {path} that "
-                f"is promised for {status.tree.name}; nothing was changed"
+                f"the patches of {status.line.name} are damaged: {path} does not get the blob id "
+                f"that it must have for {status.tree.name}; nothing was changed"
             )
     return contents
 

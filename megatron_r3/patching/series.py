@@ -181,7 +181,7 @@ def read_changes(diff: bytes, file: Path) -> tuple[FileChange, ...]:
     changes = tuple(_file_change(part, file) for part in parts)
     paths = [change.path for change in changes]
     if twice := sorted({path for path in paths if paths.count(path) > 1}):
-        raise PatchingError(f"{file}: a file is in it twice: {names(twice)}")
+        raise PatchingError(f"{file}: the patch has a file twice: {names(twice)}")
     return changes
 
 

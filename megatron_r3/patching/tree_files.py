@@ -172,8 +172,8 @@ def _restore(root: Path, old: Mapping[str, FileOnDisk], executables: set[str]) -
             lost.append(path)
     if lost:
         raise PatchingError(
-            f"cannot bring back {names(lost)}: {root} is half applied; once it can be written, "
-            "apply finishes it and revert undoes it"
+            f"cannot write {names(lost)} back: {root} is half applied; once the tree can be "
+            "written, apply puts in all patches, and revert removes all"
         )
 
 

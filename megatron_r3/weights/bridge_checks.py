@@ -99,8 +99,8 @@ def _expected(hf_config: Any, config: Any, settings: ModelSettings) -> dict[str,
     kinds = {settings.position_embedding_type, getattr(config, "rope_type", "rope")}
     if kinds != {"rope"} or settings.rotary_scaling or settings.interpolation:
         raise ValueError(
-            "through a bridge only models with plain RoPE can be moved; Megatron's arguments set "
-            "another position embedding, or scale or interpolate RoPE"
+            "a bridge can move only models with plain RoPE; Megatron's arguments set another "
+            "position embedding, or scale or interpolate RoPE"
         )
     return expected
 
@@ -116,7 +116,7 @@ def _refuse_unknown(hf_config: Any, title: str) -> None:
     ):
         if value != can:
             raise ValueError(
-                f"{name} is {quoted(value)}; through {title} only {quoted(can)} can be moved, "
+                f"{name} is {quoted(value)}; {title} can move a model only with {quoted(can)}, "
                 f"because {name} is not compared with Megatron's arguments"
             )
 
@@ -128,8 +128,8 @@ def _refuse_odd(config: Any, title: str) -> None:
         value = getattr(config, name)
         if routes_itself(value) if name == BALANCING else value != expected[name]:
             raise ValueError(
-                f"{name} is {_shown(value)}; through {title} only {_shown(expected[name])} can be "
-                f"moved, because {name} is not compared with config.json"
+                f"{name} is {_shown(value)}; {title} can move a model only with "
+                f"{_shown(expected[name])}, because {name} is not compared with config.json"
             )
 
 

@@ -80,7 +80,7 @@ def load_whole(models: Sequence[torch.nn.Module], args: Any, option: str = "--lo
         with _comparing(models, args) as is_compared:
             load_checkpoint(list(models), None, None)
     except SystemExit:  # Megatron's way to give up, maybe with status 0
-        raise ValueError(f"{where}: Megatron cannot load it; its reason is above") from None
+        raise ValueError(f"{where}: Megatron cannot load it; the lines above say why") from None
     except _FAILURES as error:  # a damaged file can make a loader raise anything
         raise ValueError(f"{where}: cannot be loaded into this model: {_reason(error)}") from error
     if not is_compared and my_rank() == 0:

@@ -124,14 +124,14 @@ def test_a_package_takes_some_groups(grouped):
 
 def test_groups_that_cannot_be_asked_for(grouped):
     tree, patches = grouped.checkout, grouped.patches
-    with refused(tree, "--groups made-up: the groups are r3, guests, engine, rl, fixes"):
+    with refused(tree, "--groups made-up: no such group; there are r3, guests, engine, rl, fixes"):
         apply_series(tree, patches, groups=["made-up"])
-    with refused(tree, "--groups rl: it needs r3, engine: give them too"):
+    with refused(tree, "--groups: rl needs r3, engine: give these too"):
         apply_series(tree, patches, groups=["rl"])
     with refused(tree, "the groups fixes do not all apply to it: make status"):
         apply_series(tree, patches, groups=["fixes"])  # this line has none
     apply_series(tree, patches, groups=["r3"])
-    with refused(tree, "is patched with r3, not with r3, guests: revert it first"):
+    with refused(tree, "is patched with r3, not with r3, guests: revert the tree first"):
         apply_series(tree, patches, groups=["r3", "guests"])
 
 

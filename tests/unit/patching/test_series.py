@@ -89,7 +89,7 @@ def test_a_long_subject_and_a_message_that_quotes_a_diff(upstream):
         (f"a/{DISPATCHER} b/{DISPATCHER}", "a/../x b/../x", "one plain path in the tree"),
         (f"a/{DISPATCHER} b/{DISPATCHER}", "a//etc/x b//etc/x", "one plain path in the tree"),
         (f"a/{DISPATCHER} b/{DISPATCHER}", "a/.git/config b/.git/config", "one plain path"),
-        (f"a/{DISPATCHER} b/{DISPATCHER}", f"a/{ROUTER} b/{ROUTER}", "in it twice"),
+        (f"a/{DISPATCHER} b/{DISPATCHER}", f"a/{ROUTER} b/{ROUTER}", "has a file twice"),
         ("Subject: [PATCH] Ask the hook", "Subject: [PATCH]", "git format-patch"),
         ("diff --git", "Diff", "git format-patch"),
     ],

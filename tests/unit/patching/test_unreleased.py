@@ -224,7 +224,7 @@ def test_other_patches_than_those_in_the_tree(between, gone):
         patch = between.series[0]
         patch.write_bytes(patch.read_bytes().replace(b"+hook = None", b"+hook = True"))
     assert "applied: " in status_of(between)
-    with refused(tree, "other patches of", "revert it first"):
+    with refused(tree, "other patches of", "revert the tree first"):
         apply_series(tree, between.patches)
     assert revert_series(tree, between.patches).status.state is TreeState.PRISTINE
     assert snapshot(tree) == before

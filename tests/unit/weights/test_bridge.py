@@ -186,7 +186,11 @@ def test_the_same_model() -> None:
         ({"rope_theta": 1e6}, {}, "rope_theta is 1000000.0; Megatron's arguments say 10000.0"),
         ({"tie_word_embeddings": True}, {}, "tie_word_embeddings is True"),
         ({"partial_rotary_factor": 0.5}, {}, "partial_rotary_factor is 0.5"),
-        ({"rope_parameters": {"rope_type": "llama3"}}, {}, "rope_type is 'llama3'; through bridge"),
+        (
+            {"rope_parameters": {"rope_type": "llama3"}},
+            {},
+            "rope_type is 'llama3'; bridge 1 can move",
+        ),
         ({"quantization_config": {"bits": 8}}, {}, "quantization_config is {'bits': 8}"),
         ({"layer_types": ["sliding_attention"]}, {}, "layer_types is"),
         (
@@ -214,7 +218,7 @@ def test_an_option_that_nothing_compares() -> None:
     hf, built = SimpleNamespace(**HF), SimpleNamespace(**MEGATRON)
     harmless = kind(hidden_dropout=0.5, made_up_width=2)
     compare_models(hf, built, "bridge 1", harmless, SETTINGS)
-    with pytest.raises(ValueError, match="made_up is 4; through bridge 1 only 3 can be moved"):
+    with pytest.raises(ValueError, match="made_up is 4; bridge 1 can move a model only with 3"):
         compare_models(hf, built, "bridge 1", kind(made_up=4), SETTINGS)
     scaled = dataclasses.replace(SETTINGS, interpolation=2.0)
     with pytest.raises(ValueError, match="only models with plain RoPE"):
