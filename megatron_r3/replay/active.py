@@ -9,8 +9,9 @@ Without an active microbatch every router is live. So an evaluation, a reference
 never replays by accident. An exception ends the block too, so no routes stay active after it.
 
 A block ends with an error if no router took, compared or recorded anything in it. There is no error
-for `replaying(None)`, which is live on purpose, nor for a model chunk without MoE layers (a dense
-stage of a pipeline) and without routes, nor if the schedule runs the layers after the block.
+for `replaying(None)`, which is live on purpose; for a model chunk without MoE layers (a dense stage
+of a pipeline) and without routes; for a schedule that runs the layers after the block; and in the
+mode OBSERVE if the routers have hooks, because a live sinkhorn router does not call its hook.
 """
 
 from __future__ import annotations
@@ -70,10 +71,10 @@ def num_entered() -> int:
 
 
 def _enter(forward_pass: ForwardPass, model: torch.nn.Module | None = None) -> Callable[[], None]:
-    """Make `forward_pass` the active one; return a function that restores the one before.
+    """Make `forward_pass` active; return a function that ends it and restores what was active.
 
     Args:
-        model: the model that the forward pass runs. None: a hook finds out when the model runs.
+        model: the model that the forward pass runs. None: a hook finds out which modules run.
     """
     global _entered
     _entered += 1
@@ -94,7 +95,7 @@ def _enter(forward_pass: ForwardPass, model: torch.nn.Module | None = None) -> C
     hook = None
     if model is not None:
         _look_into(model, forward_pass)
-    elif forward_pass.microbatch is not None:  # replaying(None) needs no reason for an error
+    elif forward_pass.microbatch is not None:  # replaying(None) raises no error about what ran
         hook = register_module_forward_pre_hook(note)
 
     def leave() -> None:
@@ -102,12 +103,13 @@ def _enter(forward_pass: ForwardPass, model: torch.nn.Module | None = None) -> C
             hook.remove()
         ACTIVE.reset(token)
         forward_pass.is_open = False
-        # Example: `with recording() as r:` around a function that enters `replaying(r)` by itself.
+        # What an inner block with the same routes did counts for the outer block too. Example:
+        # `with recording() as r:` around a function that enters `replaying(r)` by itself.
         if outer is not None and outer.microbatch is forward_pass.microbatch:
             outer.asked |= forward_pass.asked
             outer.ran |= forward_pass.ran
         forward_pass.nothing = _why_nothing(forward_pass)
-        forward_pass.ran = {}  # whoever keeps the pass must not keep the model alive
+        forward_pass.ran = {}  # a function that was bound keeps the pass, but not the model alive
 
     return leave
 
@@ -139,13 +141,14 @@ def _block(forward_pass: ForwardPass) -> Iterator[None]:
 
 @contextmanager
 def replaying(microbatch: MicrobatchRoutes | None) -> Iterator[MicrobatchRoutes | None]:
-    """Let routers take the routes of `microbatch` inside the block. None makes routing live.
+    """Make routers ask `microbatch` for their experts inside the block. None makes routing live.
 
     Any exit from the block, by an exception too, restores what was active before.
 
     Raises:
-        ReplayError: at the end of the block, if no router took the routes, or if ids on a device
-            are wrong. An exception that is raised in the block is passed on instead.
+        ReplayError: at the end of the block, if no router took, compared or recorded routes (the
+            module's docstring has the exceptions), or if ids on a device are wrong. An exception
+            that is raised in the block is passed on instead.
     """
     with _block(ForwardPass(microbatch)):
         yield microbatch
@@ -153,7 +156,7 @@ def replaying(microbatch: MicrobatchRoutes | None) -> Iterator[MicrobatchRoutes 
 
 @contextmanager
 def recording() -> Iterator[MicrobatchRoutes]:
-    """Record every router's live choice inside the block (not MTP's) in the yielded object's `ids`.
+    """Record what routers (but not MTP's) choose inside the block, in the yielded object's `ids`.
 
     A recompute repeats the choice of the first pass. What was recorded can be replayed as it is,
     any number of times.
@@ -182,6 +185,7 @@ class _Begun:
     """A forward pass that `begin` has announced for a model.
 
     Attributes:
+        leave: ends the pass; None until the model is called.
         has_run: whether the model's forward pass has returned.
     """
 
@@ -226,9 +230,9 @@ _begun: WeakKeyDictionary[torch.nn.Module, _Begun] = WeakKeyDictionary()
 def begin(model: torch.nn.Module, microbatch: MicrobatchRoutes | None) -> None:
     """Let the next forward pass of `model` take these routes: `replaying` without a `with`.
 
-    For code that is called before and after a forward pass and does not call the model itself. The
-    routes are active inside `model.forward` and nowhere else. If that forward pass raises, nothing
-    stays active, and the next one is live.
+    It is for code that is called before and after a forward pass and does not call the model
+    itself. The routes are active inside `model.forward` and nowhere else. If that forward pass
+    raises, nothing stays active, and the next forward pass is live.
 
     Args:
         model: the module that is called: the model with its wrappers. The combined 1F1B schedule
@@ -243,15 +247,15 @@ def begin(model: torch.nn.Module, microbatch: MicrobatchRoutes | None) -> None:
         begun.detach()
         del _begun[model]
         raise ReplayError(
-            "begin was called twice for one model without a forward pass between: the first "
-            "routes were not taken"
+            "begin was called twice for one model without a forward pass between, so no router "
+            "took the routes of the first call: call the model after each begin"
         )
     _begun[model] = _Begun(ForwardPass(microbatch))
     _begun[model].attach(model)
 
 
 def end(model: torch.nn.Module) -> None:
-    """End what `begin` has begun.
+    """End the pass that `begin` announced, and check that routers took its routes.
 
     Raises:
         ReplayError: `begin` was not called; or the model did not run since `begin`, or raised; or
@@ -259,7 +263,10 @@ def end(model: torch.nn.Module) -> None:
     """
     begun = _begun.pop(model, None)
     if begun is None:
-        raise ReplayError("end was called for a model without a begin")
+        raise ReplayError(
+            "end was called for a model without a begin: call begin(model, microbatch) before the "
+            "forward pass"
+        )
     begun.detach()
     begun.forward_pass.is_open = False
     if not begun.has_run:
@@ -268,7 +275,9 @@ def end(model: torch.nn.Module) -> None:
 
 
 def bind_to_microbatch(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `function` so that it always runs under the microbatch active now, or live if none is.
+    """Wrap `function` so that it always runs under the microbatch that is active now.
+
+    If no microbatch is active now, routers are live whenever `function` runs.
 
     Example: `checkpoint(layer, x)` keeps `bind_to_microbatch(layer)`. The backward pass calls the
     wrapper in autograd's own thread, where no block is open: the layer still takes these routes.
@@ -280,11 +289,11 @@ def bind_to_microbatch(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _raise_if_untaken(forward_pass: ForwardPass) -> None:
-    """Refuse a forward pass that ended without any router asking for its routes.
+    """Refuse a forward pass with wrong ids on a device, or in which no router asked for routes.
 
-    A schedule that splits a forward pass into nodes runs the nodes after the block: such a pass is
-    not refused here. Its caller must look at `MicrobatchRoutes.untaken` when the step is over, as
-    `megatron_r3.train.guard` looks at `used`.
+    A schedule that splits a forward pass into nodes runs the nodes after the block, so such a pass
+    is not refused here. The caller of such a schedule must look at `MicrobatchRoutes.untaken` when
+    the step is over, as `megatron_r3.train.guard` looks at `used`.
     """
     microbatch = forward_pass.microbatch
     if microbatch is None:
@@ -302,7 +311,7 @@ def _raise_if_untaken(forward_pass: ForwardPass) -> None:
 
 
 def _why_nothing(forward_pass: ForwardPass) -> str | None:
-    """Why no router asked in a block, as text for an error; None if one did, or if none had to."""
+    """Why no router asked in a block, for an error; None if a router asked, or none had to ask."""
     ran, microbatch = forward_pass.ran, forward_pass.microbatch
     if forward_pass.asked or microbatch is None:
         return None
@@ -319,7 +328,8 @@ def _why_nothing(forward_pass: ForwardPass) -> str | None:
     routers = [module for module in moe if hasattr(module, "routing")]
     live = [r for r in routers if getattr(getattr(r, "router_replay", None), "has_routes", True)]
     observes = microbatch.mode is Mode.OBSERVE
-    # Live training puts no hook into the routers of MTP: their choice is never compared.
+    # Without the option routers have no hook, so those of MTP are in `live` too. No rollout has
+    # routes for MTP: without ids there was nothing to compare.
     compares_nothing = observes and not microbatch.ids
     if observes and any(getattr(router, "router_replay", None) for router in routers):
         return None  # no error: sinkhorn has no top-k, so a live router does not call its hook
@@ -340,7 +350,7 @@ _MOE = "megatron.core.transformer.moe."
 
 
 def _is_from(kind: type, package: str) -> bool:
-    """Whether a class, or one that it inherits from, is of a package."""
+    """Whether a class, or one of its base classes, is defined in a package."""
     return any(base.__module__.startswith(package) for base in kind.__mro__)
 
 
@@ -371,7 +381,7 @@ class _Bound:
         return result
 
     def __getattr__(self, name: str) -> Any:
-        """An attribute of the function. Python calls this only for names that `_Bound` lacks."""
+        """An attribute of the function; Python asks here only for names that `_Bound` lacks."""
         if name == "__wrapped__":  # copy and pickle ask before __init__ has run: do not recurse
             raise AttributeError(name)
         return getattr(self.__wrapped__, name)

@@ -13,13 +13,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# how the options begin that only a patched Megatron-LM knows
+# the beginnings of the options that only a patched Megatron-LM knows
 _OURS = ("--moe-router-replay", "--rollouts", "--rl-write-rollouts")
-_SILENCE_S = 30.0  # others wait: only a node's first rank speaks before the launcher ends all
+# how long the other ranks of a node wait, so that the launcher ends them before they print an error
+_SILENCE_S = 30.0
 
 
 def say_last(text: str) -> None:
-    """Say why this process ends, below all else that is printed.
+    """Print why this process ends, below everything else that is printed.
 
     torchrun prints a report of its own when all ranks have ended. The report ends with what the
     rank that failed first wrote into a file, so the text goes into this file. Example:
@@ -32,8 +33,9 @@ def say_last(text: str) -> None:
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file and _child_of_torchrun():
-        # torchrun prints the failure with the earliest time last. For a rank that torchrun ended
-        # this is the time at which torchrun looks, maybe in this second: hence one second less.
+        # torchrun prints the failure with the earliest time last. Ranks that torchrun has ended
+        # get the time at which torchrun looks, which may be this second. So this rank, which failed
+        # first, takes one second off.
         said = {"message": f"\n{text}", "timestamp": int(time.time()) - 1}
         try:
             Path(file).write_text(json.dumps(said))

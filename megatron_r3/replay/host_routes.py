@@ -20,7 +20,7 @@ from megatron_r3.replay.rows import PADDING, spread_padding
 
 
 class RouteSource(Protocol):
-    """Where routes are read by row id: a `RolloutStore`, or `RouteArrays`; both check their ids."""
+    """Where routes are read by row id: a `RolloutStore`, or `RouteArrays`. Each checks its ids."""
 
     @property
     def info(self) -> MoEShape:
@@ -55,7 +55,7 @@ class RouteArrays:
 
     Raises:
         RoutesError: ids that no router can take; the message names layer and token.
-        ValueError: `moe_layers` that no model has, or more or fewer than the array has layers.
+        ValueError: `moe_layers` that no model has, or not as many of them as the array has layers.
     """
 
     def __init__(
@@ -86,7 +86,9 @@ class RouteArrays:
         num_rows = self._routes.num_rows
         if len(rows_T) and not -1 <= int(rows_T.min()) <= int(rows_T.max()) < num_rows:
             wrong = rows_T[(rows_T < -1) | (rows_T >= num_rows)][0]
-            raise IndexError(f"row {wrong} of {num_rows} rows of routes")
+            raise IndexError(
+                f"row id {wrong}: these routes have the rows 0 to {num_rows - 1}, and -1 is padding"
+            )
         here_T = rows_T >= 0
         shape = (len(layers), len(rows_T), self.info.topk)
         ids_LTK = np.empty(shape, self._routes.ids_LTK.dtype) if into_LTK is None else into_LTK
@@ -104,11 +106,11 @@ class HostRoutes:
 
     Attributes:
         ids_LTK: uint8 or int16; padding is spread over all experts.
-        live_T: bool, tokens, without padding, whose route was not recorded.
-        padding_T: bool.
+        live_T: bool, True for tokens whose route was not recorded; False for padding.
+        padding_T: bool, True for padding.
         rows_T: int64, the row ids.
-        mean_tokens: the whole batch's real tokens, as an average over the ranks that share it.
-            None means that it is not known.
+        mean_tokens: the whole batch's real tokens, as an average over the ranks that share the
+            batch. None means that the average is not known.
         packed: one buffer, pinned if there is a GPU, of which `ids_LTK`, `live_T` and `padding_T`
             are views.
     """
@@ -146,7 +148,7 @@ class HostRoutes:
     def on_device(
         self, layer_numbers: list[int], device: Any, **microbatch: Any
     ) -> MicrobatchRoutes:
-        """The routes on the device, as a microbatch that has not run; one copy, and no wait.
+        """A microbatch with these routes on the device; one copy, and no wait.
 
         Args:
             microbatch: further arguments of MicrobatchRoutes.
@@ -169,13 +171,16 @@ class HostRoutes:
 def read_routes(
     source: RouteSource, rows_T: Tensor, layer_numbers: list[int], mean_tokens: float | None
 ) -> HostRoutes:
-    """Read what one rank needs for one micro-batch: its layers, its tokens.
+    """Read the routes that one rank needs for one micro-batch: of its layers and its tokens.
 
     Args:
         source: a rollout store, or arrays.
         rows_T: int64 on the host, the row ids in the router's order, -1 for padding.
         layer_numbers: the layers, Megatron's numbers, from 1.
         mean_tokens: see HostRoutes.
+
+    Raises:
+        ValueError: the source returned ids of another dtype.
     """
     trace = [source.info.moe_layers.index(number - 1) for number in layer_numbers]
     routes = HostRoutes.empty(len(trace), rows_T.numpy(), source.info, mean_tokens)

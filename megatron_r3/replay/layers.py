@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def hybrid_pattern(config: Any) -> str:
-    """The layers of a hybrid model as Megatron's option has them; empty for any other model.
+    """The layer pattern of a hybrid model, a string of Megatron's; empty for any other model.
 
     0.17 renamed the option, so both names are looked up.
     """
@@ -61,7 +61,7 @@ def layers_with_gradients(model: torch.nn.Module) -> frozenset[int]:
 
     A layer that is recomputed has gradients on only in its recompute. Megatron recomputes
     (megatron/core/transformer/transformer_block.py and moe/moe_layer.py) all layers ("uniform"),
-    the first ones of each chunk ("block"), or what `recompute_modules` names.
+    the first layers of each chunk ("block"), or what `recompute_modules` names.
     """
     chunk: Any = unwrapped(model)
     config = chunk.config

@@ -52,7 +52,7 @@ _numbers = count(1)
 
 
 class ForwardPass:
-    """One `with replaying(...)` block: a forward pass, and what was bound in it to run later.
+    """A block (`replaying`, `recording`), or a pass after `begin`: what was active and what ran.
 
     Attributes:
         microbatch: the routes of the block; None inside `replaying(None)`, which routes live.
@@ -63,8 +63,8 @@ class ForwardPass:
         has_inner: whether another block was opened inside of this one.
         is_open: whether the block has not ended yet.
         ran: one module of each class that ran, up to the first router; empty after the block.
-        nothing: after the block, why no router asked, as text for an error; None if one did, or if
-            none had to.
+        nothing: after the block, why no router asked, as text for an error; None if a router asked,
+            or if none had to ask.
     """
 
     __slots__ = (
@@ -225,7 +225,7 @@ class MicrobatchRoutes:
             layer_number: Megatron's, from 1.
             scores_TE: the scores among which live top-k would select.
             topk: K, as the router was configured.
-            live_topk: the router's own choice. It is called only where it is needed.
+            live_topk: the router's own choice, called only where that choice is needed.
 
         Raises:
             ReplayError: the layer has no routes, routes of another shape, or wrong ids on the host;
@@ -254,12 +254,12 @@ class MicrobatchRoutes:
     def begin_layer(
         self, layer_number: int, logits_TE: Tensor, topk: int
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """What a gate kernel needs to choose and count. Its caller calls `end_layer` afterwards.
+        """What a gate kernel needs to choose and count. Call `end_layer` when the gate has run.
 
         Returns:
-            The layer's ids `[T, K]`, and in its first pass `live_T` and the tokens `[T]` that
-            `tally` compares. In a recompute both are None: the live tokens have their choice in the
-            ids already.
+            The layer's ids `[T, K]`; and in its first pass `live_T` and the tokens `[T]` that
+            `tally` compares. In a recompute the second and third are None: the ids then have the
+            choice of the live tokens already.
 
         Raises:
             ReplayError: as `topk`.
@@ -284,10 +284,12 @@ class MicrobatchRoutes:
             self.tally.add(layer_number, differs_T)
 
     def raise_wrong_ids(self) -> None:
-        """Read what the check of the ids found on the device, unless that was read before.
+        """Refuse wrong ids that `_check_ids` found; the host waits for the device to read them.
+
+        Nothing is read if no ids were checked, or if an earlier call found none that is wrong.
 
         Raises:
-            ReplayError: it names the layer and the token of the first wrong row, and the ids.
+            ReplayError: the message has the layer, token and ids of the first wrong row.
         """
         wrong_LT = self._wrong_LT
         if wrong_LT is None:
@@ -309,7 +311,7 @@ class MicrobatchRoutes:
         return live_T if live_T is None or isinstance(live_T, Tensor) else live_T.get(layer_number)
 
     def _take(self, layer_number: int, shape_TE: torch.Size, topk: int) -> Tensor:
-        """A layer's ids, counted as used. The first call checks the ids of all layers."""
+        """A layer's ids, counted as used. Unless `checked`, the first call checks all layers."""
         num_tokens, num_experts = shape_TE
         if layer_number not in self.ids:
             raise ReplayError(
@@ -356,10 +358,10 @@ class MicrobatchRoutes:
         """Look for ids that a router cannot take, in all layers at once.
 
         Wrong ids on the host are an error at once. Reading the result from a device would make the
-        host wait in the middle of a forward pass, so there the wrong rows are replaced by
-        `0, 1, ... K - 1` (no kernel reads outside its tensor) and `raise_wrong_ids` is called when
-        the block ends. Example with 8 experts: the rows `[3, 3, 1]` and `[7, 8, 0]` are wrong, and
-        become `[0, 1, 2]`.
+        host wait in the middle of a forward pass. So wrong rows on a device are replaced by
+        `0, 1, ... K - 1` (no kernel then reads outside its tensor), and `raise_wrong_ids` is called
+        when the block ends. Example with 8 experts: the rows `[3, 3, 1]` and `[7, 8, 0]` are wrong,
+        and each becomes `[0, 1, 2]`.
 
         Raises:
             ReplayError: ids that are no integers, layers of different shapes, or wrong ids on the
@@ -377,7 +379,7 @@ class MicrobatchRoutes:
                 f"the layers of one microbatch have routes of different shapes: {shapes}"
             )
         ids_LTK = torch.stack([ids_TK.to(torch.int32) for ids_TK in self.ids.values()])
-        # in a sorted row equal ids are neighbours, and only the ends can be out of range
+        # in a sorted row equal ids are neighbours, and if an id is out of range, an end is
         ordered_LTK = ids_LTK.sort(dim=2).values
         wrong_LT = (ordered_LTK[..., 1:] == ordered_LTK[..., :-1]).any(2)
         wrong_LT |= (ordered_LTK[..., 0] < 0) | (ordered_LTK[..., -1] >= num_experts)

@@ -1,4 +1,4 @@
-"""From row ids to the routes of one model chunk: its layers, this rank's tokens, its plan.
+"""The routes of one model chunk for given row ids: of its layers and this rank's tokens.
 
 Shape suffixes (docs/glossary.md): B, S, T.
 """
@@ -26,7 +26,7 @@ class ModelRoutes:
     """Makes the routes of each micro-batch of one model chunk of this rank.
 
     It supports pipeline stages and virtual stages (each chunk has its own object), tensor and
-    sequence parallelism, context parallelism, packed sequences, padding.
+    sequence parallelism, context parallelism, packed sequences and padding.
 
     `microbatch` does everything in one call. Training on rollouts calls the parts: `read` and
     `plan` work on the host, in a thread ahead of the forward pass, and `activate` brings the result
@@ -103,7 +103,8 @@ class ModelRoutes:
                 counted.
             mean_tokens: see MicrobatchRoutes; `layout.mean_tokens` works it out from the rows of
                 the whole batch.
-            with_plan: False leaves the plan out, for a pass that some of these ranks do not make.
+            with_plan: False leaves the plan out, for a pass that not all of the ranks that share
+                experts make.
 
         Raises:
             ValueError: the source is for another model, or `rows_BS` is no int64 on the host.
@@ -148,10 +149,10 @@ class ModelRoutes:
         tally: Tally | None = None,
         as_with_gradients: Collection[int] = (),
     ) -> MicrobatchRoutes:
-        """Bring what was read to the device; one copy, and no wait.
+        """A microbatch with what `read` returned, on the device; one copy, and no wait.
 
         Args:
-            plan: of these routes; only REPLAY uses one.
+            plan: the plan of these routes; OBSERVE and RECORD drop it.
             mode, tally, as_with_gradients: see MicrobatchRoutes.
         """
         return routes.on_device(

@@ -32,7 +32,7 @@ class ExpertRanks:
 
     Attributes:
         expert_size, expert_rank: size of the expert-parallel group, and this rank's place in it.
-        tensor_size, tensor_rank: the same of the expert-tensor-parallel group.
+        tensor_size, tensor_rank: size of the expert-tensor-parallel group, and this rank's place.
     """
 
     expert_size: int
@@ -142,7 +142,7 @@ def check_totals(totals_RL: np.ndarray, layer_numbers: list[int]) -> None:
     """Refuse a rank whose layers send different totals: each layer sends T * K pairs.
 
     Raises:
-        PlanError: a rank sends more tokens in one layer than in another.
+        PlanError: a rank sends more pairs in one layer than in another.
     """
     wrong = np.argwhere(totals_RL != totals_RL[:, :1])
     if len(wrong):

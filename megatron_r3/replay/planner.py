@@ -29,7 +29,7 @@ PLANNED_DISPATCHERS = ("alltoall", "allgather")
 SizesOf = Callable[[np.ndarray, ExpertRanks, list[int]], dict[int, LayerSizes]]
 # The key is an option of the config that changes the sizes. If the option is set, the function gets
 # the config, and returns a SizesOf that replaces `layer_sizes` and needs the counts of all experts.
-# seams/guests.py adds its option here; a process that makes layers with guests has imported it.
+# seams/guests.py adds its option here; a process that makes layers with guests imports that file.
 OTHER_SIZES: dict[str, Callable[[Any], SizesOf]] = {}
 
 
@@ -88,7 +88,7 @@ class Planner:
         """The sizes of every layer; None if any rank has tokens whose route is not known yet.
 
         Raises:
-            PlanError: a rank sends more tokens in one layer than in another.
+            PlanError: a rank sends more (token, expert) pairs in one layer than in another.
         """
         counts_LE = count_tokens(routes.ids_LTK, self.num_experts).astype(np.int32)
         totals_L = counts_LE.sum(1)
@@ -118,7 +118,7 @@ class Planner:
 
 
 def pad_multiple(config: Any) -> int:
-    """A dispatcher pads each expert's tokens to a multiple of this; 1 where it does not pad."""
+    """A dispatcher pads each expert's tokens to a multiple of this number; 1 if it pads nothing."""
     if not pads(config):
         return 1
     from megatron.core.transformer.moe import token_dispatcher

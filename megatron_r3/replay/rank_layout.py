@@ -1,8 +1,9 @@
 """Which tokens of a batch this rank holds, and in which order its routers see them.
 
-Megatron's own function splits for context parallelism. It is asked once for each length, with the
-positions 0, 1, 2 ... as the data, and the answer is kept on the host. Values are read through
-numpy, which refuses a tensor on a device. So only that question makes the host wait for the device.
+Megatron's own function splits for context parallelism, on the device. It is called once for each
+length, with the positions 0, 1, 2 ... as the data, and the result is kept on the host. No other
+code here makes the host wait for the device: values are read with `.numpy()`, which raises for a
+tensor on a device.
 
 Shape suffixes (docs/glossary.md): B, D, S.
 """

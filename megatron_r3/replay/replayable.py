@@ -61,7 +61,7 @@ KNOWN_VALUES = {
     ),
     "moe_router_score_function": ("softmax", "sigmoid", "sqrtsoftplus"),
     "moe_token_dispatcher_type": ("allgather", "alltoall", "flex", "alltoall_seq"),
-    # None: recipes of Megatron-Bridge say so that their dispatcher is not flex
+    # recipes of Megatron-Bridge set None if their dispatcher is not flex
     "moe_flex_dispatcher_backend": ("deepep", "hybridep", "ncclep", None),
     "moe_router_dtype": (None, "fp32", "fp64"),
     # ours: a misspelt value must not be taken for one of these
@@ -144,7 +144,7 @@ def refusals(config: Any, upstream: Any = None) -> list[str]:
 
 
 def _graphs_without_router(config: Any) -> str:
-    """The options to give where a CUDA graph captures the router; empty where none does.
+    """The options to give where a CUDA graph captures the router; empty where no graph does.
 
     Example: `--cuda-graph-impl transformer_engine --cuda-graph-modules attn` in place of the
     modules attn, moe_router and moe_preprocess.

@@ -41,7 +41,7 @@ class MoEShape:
     moe_layers: tuple[int, ...]
 
     def wrong_shape(self) -> str | None:
-        """Why no model has this shape, in a few words; None if one can have it."""
+        """Why no model has this shape, in a few words; None if a model can have it."""
         wrong = wrong_whole("num_experts", self.num_experts, 1, MOST_EXPERTS)
         wrong = wrong or wrong_whole("topk", self.topk, 1, self.num_experts)
         if wrong is not None:
@@ -78,10 +78,10 @@ def id_dtype(num_experts: int) -> np.dtype:
     """The stored dtype of expert ids: uint8 up to 256 experts, else uint16.
 
     Raises:
-        RoutesError: not 1 to 32,768 experts: ids are int16 on a device.
+        RoutesError: not 1 to 32,768 experts.
     """
-    if not 1 <= num_experts <= 32768:
-        raise RoutesError(f"{num_experts} experts: a MoE layer must have 1 to 32,768")
+    if not 1 <= num_experts <= MOST_EXPERTS:
+        raise RoutesError(f"{num_experts} experts: a MoE layer must have 1 to {MOST_EXPERTS:,}")
     return np.dtype(np.uint8 if num_experts <= 256 else np.uint16)
 
 
@@ -97,12 +97,14 @@ def check_ids(
     Args:
         ids_LTK: ids of any integer dtype.
         num_experts: the experts of one MoE layer.
-        recorded_T: bool. A row that is False was not captured and is not checked. None means that
-            every row was captured.
+        recorded_T: bool. A row that is False was not recorded and is not checked. None means that
+            every row was recorded.
         where: what the message calls the data (a file, a rollout, a request).
+        origin: what the message calls index [0, 0].
 
     Raises:
-        RoutesError: naming the first wrong layer (counted among the MoE layers) and token.
+        RoutesError: wrong axes or dtype, a top-k above `num_experts`, or wrong ids; for ids the
+            message names the first wrong layer (counted among the MoE layers) and token.
     """
     _check_range(ids_LTK, num_experts, recorded_T, where, origin)
     _check_distinct(ids_LTK, recorded_T, where, origin)
@@ -123,7 +125,7 @@ def _check_range(
     if topk > num_experts:
         raise RoutesError(f"{where}: top-{topk} of {num_experts} experts is impossible")
     signed = ids_LTK.dtype.kind == "i"
-    # the largest and the smallest id are found many times faster than a mask of all ids is made
+    # to find the largest and the smallest id is many times faster than to make a mask of all ids
     if ids_LTK.size and (ids_LTK.max() >= num_experts or (signed and ids_LTK.min() < 0)):
         wrong_LT = np.asarray(((ids_LTK < 0) | (ids_LTK >= num_experts)).any(-1))
         fault = f"an expert id outside 0..{num_experts - 1}"
@@ -160,11 +162,12 @@ def _refuse_rows(
 def repeated_rows(ids: np.ndarray) -> np.ndarray:
     """Where the ids of the last axis are not pairwise distinct: bool, of `ids.shape[:-1]`.
 
-    It runs at about the speed of memory: a sort of each row would be ten times slower.
+    The comparison runs at about the speed of memory; a sort of each row would take ten times as
+    long.
     """
     if ids.ndim == 3 and ids.swapaxes(0, 1).flags.c_contiguous and not ids.flags.c_contiguous:
         # Engines send [T, L, K] and callers pass its transposed view. Rows are independent, so they
-        # are compared in the order in which they lie in memory.
+        # are compared in the order in which memory has them.
         return repeated_rows(ids.swapaxes(0, 1)).swapaxes(0, 1)
     rows = np.ascontiguousarray(ids).reshape(-1, ids.shape[-1])
     repeated = np.zeros(len(rows), bool)
@@ -180,7 +183,7 @@ def repeated_rows(ids: np.ndarray) -> np.ndarray:
 
 
 def _columns(rows: np.ndarray) -> np.ndarray:
-    """Contiguous `[rows, K]`, copied to contiguous `[K, rows]`: `rows.T`, but faster.
+    """A contiguous copy `[K, rows]` of contiguous `[rows, K]`: `rows.T`, but faster.
 
     numpy gathers single bytes slowly, and casts whole numbers to their lowest byte fast. So each
     column is read as overlapping little-endian numbers that are as long as a row. Example, two rows
@@ -214,7 +217,7 @@ def layer_major(rows_TLK: np.ndarray) -> np.ndarray:
         # A row that is as long as a number is moved as that number: two to four times as fast.
         # Example: the 8 one-byte ids of a top-8 row are one uint64.
         source, target = (a.view(f"u{row_bytes}")[..., 0] for a in (rows_TLK, out_LTK))
-    for start in range(0, num_rows, 4096):  # as many rows as stay in the cache
+    for start in range(0, num_rows, 4096):  # 4096 rows stay in the cache
         target[:, start : start + 4096] = source[start : start + 4096].swapaxes(0, 1)
     return out_LTK
 
@@ -269,7 +272,7 @@ class Routes:
         elif np.may_share_memory(kept_LTK, ids_LTK):
             kept_LTK = kept_LTK.copy()
         if not recorded_T.all():
-            kept_LTK[:, ~recorded_T] = 0  # whatever the engine left in rows that it did not return
+            kept_LTK[:, ~recorded_T] = 0  # an engine may leave anything in rows without a route
         return cls(kept_LTK, num_experts, recorded_T)
 
     @property
@@ -279,7 +282,7 @@ class Routes:
 
     @property
     def num_rows(self) -> int:
-        """How many rows, T: one less than a whole rollout has tokens, as the last has no route."""
+        """How many rows, T: in a rollout one less than its tokens; the last token has no route."""
         return self.ids_LTK.shape[1]
 
     @property

@@ -2,8 +2,7 @@
 
 A batch carries one more field beside its tokens: `rows`, the row ids of a store (-1 for padding).
 Whatever splits the tokens splits the rows the same way, so the rows that arrive at a rank say which
-routes it needs. Nothing here knows how context parallelism or packing splits a sequence.
-`count_tokens` says how many rows take each expert.
+routes this rank needs. Nothing here knows how context parallelism or packing splits a sequence.
 
 Shape suffixes (docs/glossary.md): B, E, K, L, S, T.
 """
@@ -51,8 +50,8 @@ def router_order(field_BS: Tensor, sequence_parallel_size: int = 1, rank: int = 
 def spread_padding(num_tokens: int, topk: int, num_experts: int) -> Tensor:
     """Routes for padding: distinct experts, spread evenly over all of them.
 
-    The same experts for every token, e.g. arange(topk), would overload them; zeros would be one
-    expert several times. Example, top-2 of 5 experts: 0 1, 2 3, 4 0, 1 2, ...
+    With the experts 0 to K - 1 for every token these experts would be overloaded; a row of zeros
+    would have one expert several times. Example, top-2 of 5 experts: 0 1, 2 3, 4 0, 1 2, ...
 
     Returns:
         int64 `[num_tokens, topk]`.
@@ -66,7 +65,7 @@ def count_tokens(ids_LTK: np.ndarray, num_experts: int) -> np.ndarray:
     Example: two tokens of one layer with 4 experts, `[[[0, 2], [2, 3]]]`, are counted as `1 0 2 1`.
 
     Args:
-        ids_LTK: of any integer dtype; copied only where a layer is not contiguous.
+        ids_LTK: uint8, uint16 or signed; copied only where a layer is not contiguous.
 
     Raises:
         RoutesError: an id is out of range; the message names the layer.

@@ -29,7 +29,7 @@ class Tally:
             experts than the given one; int64 scalars.
         mismatched_T: bool, True for counted tokens that mismatch in any layer of this rank. None
             until a layer was counted.
-        mismatched_watched: the same as `mismatched` for watched tokens; empty without them.
+        mismatched_watched: as `mismatched`, for watched tokens; empty without watched tokens.
         mismatches_T: in how many layers of this rank each watched token mismatches, int16. None
             without watched tokens, and until a layer was counted.
     """
@@ -43,7 +43,7 @@ class Tally:
     _claimed: bool = field(default=False, init=False)
 
     def claim(self) -> bool:
-        """Take this tally for a micro-batch; False if another micro-batch has it."""
+        """Take this tally for a micro-batch; False if a micro-batch took it before."""
         claimed, self._claimed = self._claimed, True
         return not claimed
 
@@ -52,13 +52,13 @@ class Tally:
         return Tally(self.counted_T, self.watched_T)
 
     def compared_in(self, layer_number: int) -> Tensor | None:
-        """The tokens `[T]` to compare in this layer; None if it was counted before."""
+        """The tokens `[T]` to compare in this layer; None if the layer was counted before."""
         if layer_number in self.mismatched:
             return None
         return self.counted_T if self.watched_T is None else self.watched_T
 
     def add(self, layer_number: int, differs_T: Tensor) -> None:
-        """Count a layer.
+        """Count the tokens that differ in one layer.
 
         Args:
             differs_T: bool, the compared tokens whose live choice is another set of experts.

@@ -41,12 +41,12 @@ def said(value: Any, most: int = 500) -> str:
 
 
 def wrong_whole(name: str, value: Any, least: int, most: int) -> str | None:
-    """Why `value` (True or 4.0, say) is no whole number from `least` to `most`; None if it is."""
+    """The error if `value` is no int from `least` to `most` (True is no int here), else None."""
     if type(value) is int and least <= value <= most:
         return None
     return must_be(name, f"a whole number from {least} to {most}", value)
 
 
 def must_be(name: str, expected: str, got: Any) -> str:
-    """The words of an error about a field."""
+    """The error "NAME must be EXPECTED; got VALUE"."""
     return f"{name} must be {expected}; got {quoted(list(got) if isinstance(got, tuple) else got)}"

@@ -33,8 +33,8 @@ __all__ = [
 Gate = Callable[[GateInputs, GateOptions], GateOutput]
 
 _HAS_TRITON = find_spec("triton") is not None
-# Set by `substitute_gate`. It is a plain variable and not a ContextVar, because on a GPU autograd
-# recomputes layers in threads of its own, which do not inherit the context of the caller.
+# What `substitute_gate` has set. This is a plain variable and not a ContextVar, because on a GPU
+# autograd recomputes layers in threads of its own, which do not inherit the caller's context.
 _substitute: Gate | None = None
 
 
@@ -44,7 +44,11 @@ def has_kernel(device: torch.device) -> bool:
 
 
 def gate_for(device: torch.device) -> Gate:
-    """The function that `replayed_gate` calls for tensors of this device."""
+    """The function that `replayed_gate` calls for tensors of this device.
+
+    It is the Triton kernel on a CUDA device if Triton is installed, else `replayed_gate_reference`.
+    Inside a block of `substitute_gate` it is the substitute.
+    """
     if _substitute is not None:
         return _substitute
     if not has_kernel(device):
@@ -57,9 +61,9 @@ def gate_for(device: torch.device) -> Gate:
 def replayed_gate(inputs: GateInputs, options: GateOptions) -> GateOutput:
     """The weights that a router gives to the given experts, and the routing map.
 
-    It is a Triton kernel on a CUDA device if Triton is installed, else `replayed_gate_reference`.
-    It equals `topk_routing_with_score_function` of Megatron-LM (0.18 and later;
-    megatron/core/transformer/moe/moe_utils.py) with its top-k replaced by the given experts: it
+    `gate_for` says whether a Triton kernel or plain torch computes them. The result equals that of
+    `topk_routing_with_score_function` of Megatron-LM (0.18 and later;
+    megatron/core/transformer/moe/moe_utils.py) if its top-k returned the given experts. The gate
     computes in float32, returns probabilities and gradients in the dtype of the logits, and gives
     the logits alone a gradient, never a bias. Up to 0.17 Megatron rounds the scores of bfloat16 and
     float16 logits to that dtype before it divides them; with float32 logits the results are the
@@ -73,7 +77,7 @@ def replayed_gate(inputs: GateInputs, options: GateOptions) -> GateOutput:
         Probabilities, map, the ids that were used, and which rows differ from the live choice.
 
     Raises:
-        ValueError: names the argument and says what it should be.
+        ValueError: the message names the wrong argument and says what it should be.
     """
     return gate_for(inputs.logits_TE.device)(inputs, options)
 

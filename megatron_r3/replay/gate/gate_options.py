@@ -65,9 +65,9 @@ class GateInputs(NamedTuple):
     Attributes:
         logits_TE: bfloat16, float16 or float32 (the reference takes float64 too); at most 1024
             experts.
-        ids_TK: the recorded experts: uint8, int16, int32 or int64, distinct in each row. At most 64
-            for each row. For an id that is no expert the kernel touches no memory outside of the
-            tensors; the result of its row, or of a row with an id twice, is undefined.
+        ids_TK: the recorded experts: uint8, int16, int32 or int64, at most 64 in a row. The result
+            of a row is undefined if it has an id twice, or an id that is no expert; the kernel
+            never touches memory outside of the tensors.
         expert_bias_E: added to the scores when experts are chosen (live and counted rows), never to
             the weights. Any float dtype; for sigmoid and sqrtsoftplus only. None means no bias.
         live_T: bool, rows whose experts are chosen here: the top-k of the selection scores (the
@@ -85,7 +85,7 @@ class GateInputs(NamedTuple):
 
 
 class GateOutput(NamedTuple):
-    """A replayed gate.
+    """What a replayed gate returns.
 
     Attributes:
         probs_TE: zero outside of the chosen experts, in the dtype of the logits.
@@ -94,7 +94,7 @@ class GateOutput(NamedTuple):
             itself if `live_T` is None, else a copy with the choice of the live rows. A recompute
             must be given these, so that it repeats the choice.
         differs_T: bool, counted rows that live top-k would send to another set of experts: some
-            expert that is not used has a greater selection score than one that is. Experts with
+            expert that is not used has a greater selection score than a used expert. Experts with
             equal scores are interchangeable, and a live row never differs. None if `counted_T`
             is None.
     """
@@ -138,7 +138,9 @@ def _check_ids(ids_TK: Tensor, num_tokens: int, num_experts: int) -> None:
         raise ValueError(f"ids_TK: [{num_tokens}, K] of {dtypes}, not {_describe(ids_TK)}")
     most = min(MAX_TOPK, num_experts)
     if not 1 <= ids_TK.shape[1] <= most:
-        raise ValueError(f"ids_TK: 1 to {most} of {num_experts} experts, not {ids_TK.shape[1]}")
+        raise ValueError(
+            f"ids_TK: 1 to {most} ids in each row (of {num_experts} experts), not {ids_TK.shape[1]}"
+        )
     if num_experts - 1 > torch.iinfo(ids_TK.dtype).max:
         raise ValueError(f"ids_TK: {ids_TK.dtype} cannot name all of {num_experts} experts")
 

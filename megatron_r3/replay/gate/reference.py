@@ -16,17 +16,17 @@ from megatron_r3.replay.gate.gate_options import GateInputs, GateOptions, GateOu
 
 
 def replayed_topk(scores_TE: Tensor, ids_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """What top-k would return, had it chosen the given experts.
+    """What top-k would return if it had chosen the given experts.
 
     A softmax after top-k then normalises over these K scores alone: equation 5 of
     arXiv 2510.11370, g_i = I_i exp(s_i) / sum_j I_j exp(s_j). The scores are gathered from the
     dense live scores, so every replayed expert gets a weight and a gradient, also one that live
     top-k would drop.
 
-    With gradients enabled the columns come in descending score, which is the order of a live
-    `torch.topk`; sums over K then round as they do live, and replaying a live choice is bitwise the
-    live pass. Without gradients Megatron's top-k is unsorted (from 0.18 on), so the recorded order
-    is kept, for the same reason.
+    Sums over K must round as in the live pass, so that a replay of a live choice gives the bits of
+    that pass. With gradients enabled the columns are therefore in descending score, the order of a
+    live `torch.topk`. Without gradients Megatron's top-k is unsorted (from 0.18 on), so the columns
+    are in the recorded order.
 
     Args:
         scores_TE: what live top-k would select from; any float dtype.
@@ -46,14 +46,14 @@ def replayed_topk(scores_TE: Tensor, ids_TK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def replayed_gate_reference(inputs: GateInputs, options: GateOptions) -> GateOutput:
-    """`megatron_r3.replay.gate.replayed_gate`, differentiable by autograd, also in float64.
+    """The result of `megatron_r3.replay.gate.replayed_gate`, computed in plain torch.
 
-    It computes in float64 for float64 logits, else in float32. Out-of-range ids raise in
+    The computation is in float64 for float64 logits, else in float32. Out-of-range ids raise in
     torch.gather. For float32 logits below -104 the gradient of sqrtsoftplus is NaN, as in Megatron;
     the gradient of the kernel is finite there.
 
     Raises:
-        ValueError: names the argument and says what it should be.
+        ValueError: the message names the wrong argument and says what it should be.
     """
     check_inputs(inputs, options)
     logits_TE, ids_TK = inputs.logits_TE, inputs.ids_TK
@@ -77,7 +77,7 @@ def replayed_gate_reference(inputs: GateInputs, options: GateOptions) -> GateOut
 
     differs_T = None
     if inputs.counted_T is not None:
-        # The sets are equal exactly if nothing that was left out beats the worst that was taken.
+        # The sets are equal exactly if no expert that was left out beats the worst taken one.
         # Selection scores [.1, .9, .3, .7], taken {1, 2}: .7 was left out and beats .3.
         best_left_T = selection_TE.masked_fill(map_TE, -torch.inf).amax(dim=1)
         worst_taken_T = selection_TE.masked_fill(~map_TE, torch.inf).amin(dim=1)

@@ -1,8 +1,8 @@
-"""Parts of the gate kernels: which experts are chosen, and what a score function makes of logits.
+"""Functions that the gate kernels call: to read rows, choose experts, and compute scores.
 
-A tile is `[T, W, 32]`: the rows of one program, words, bits of a word. Up to 16 experts are one
-word of fewer bits. Expert e of a row is bit e % 32 of word e // 32, so that the set of experts of a
-row is W integers. For 128 experts (W = 4) the set {1, 33, 34} is
+A tile has the axes `[T, W, 32]`: the rows of one program, words, bits of a word. For up to 16
+experts it has one word of fewer bits. Expert e of a row is bit e % 32 of word e // 32, so that the
+set of experts of a row is W integers. For 128 experts (W = 4) the set {1, 33, 34} is
 
     words_TW = [[0b10, 0b110, 0, 0]]       1 = word 0, bit 1;   33, 34 = word 1, bits 1 and 2
 
@@ -36,7 +36,10 @@ def rows(num_tokens, BLOCK_T: tl.constexpr):
 
 @triton.jit
 def experts(in_T, E: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr):
-    """The experts of a tile, and which elements exist. Example: 40 experts are in 2 words of 32."""
+    """The expert of each element of a tile `[1, W, BITS]`; which elements exist `[T, W, BITS]`.
+
+    Example: 40 experts are in 2 words of 32; in the second only the bits 0 to 7 exist.
+    """
     experts_1W32 = (tl.arange(0, W)[:, None] * BITS + tl.arange(0, BITS)[None, :])[None, :, :]
     return experts_1W32, in_T[:, None, None] & (experts_1W32 < E)
 
@@ -46,7 +49,7 @@ def fill_zeros(
     ptr, num_tokens, E: tl.constexpr, BLOCK_T: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr
 ):
     """Fill this program's rows of a result with zeros; the rows of all programs are contiguous."""
-    if W * BITS == E:  # rows follow each other without a gap: one run allows stores of 16 bytes
+    if W * BITS == E:  # no element of a tile is beyond E: one run of memory, in stores of 16 bytes
         at = tl.arange(0, BLOCK_T * E)
         begin = tl.program_id(0).to(tl.int64) * (BLOCK_T * E)
         inside = at < tl.minimum(num_tokens - tl.program_id(0) * BLOCK_T, BLOCK_T) * E
@@ -107,7 +110,7 @@ def gather(ptr, rows_T, ids_TK, chosen_TK, E: tl.constexpr):
 @triton.jit
 def with_ids(words_TW, ids_T):
     """The sets with one more expert for each row; the id -1 adds none."""
-    # id 34: bit 34 & 31 = 2 of word 34 >> 5 = 1.   id -1: word -1 >> 5 = -1, which no word is.
+    # id 34: bit 34 & 31 = 2 of word 34 >> 5 = 1.   id -1: word -1 >> 5 = -1, which does not exist.
     bits_T = tl.full(ids_T.shape, 1, tl.int32) << (ids_T & 31)
     here_TW = (ids_T >> 5)[:, None] == tl.arange(0, words_TW.shape[1])[None, :]
     return words_TW | tl.where(here_TW, bits_T[:, None], 0)
@@ -124,14 +127,14 @@ def sort_keys(values):
     """int32 numbers that compare as the floats do: -0 equals 0, and NaN is above all others.
 
     That is the order of torch.topk. The bits of a positive float grow with it when they are read as
-    an integer. The bits of a negative float have the sign bit set and grow with its size, so all
-    others of its bits are flipped:
+    an integer. The bits of a negative float have the sign bit set and grow with its absolute value,
+    so all its other bits are flipped:
 
          1.0  0x3f800000 -> 0x3f800000      -1.0  0xbf800000 -> 0xc07fffff (a negative integer)
          2.0  0x40000000 -> 0x40000000      -2.0  0xc0000000 -> 0xbfffffff (a smaller one)
     """
     bits = (values + 0.0).to(tl.int32, bitcast=True)  # -0 + 0 is 0
-    keys = bits ^ ((bits >> 31) & HIGHEST)  # bits >> 31 has the sign bit in all places
+    keys = bits ^ ((bits >> 31) & HIGHEST)  # bits >> 31 has the sign bit in all 32 bits
     return tl.where(values != values, HIGHEST, keys)
 
 
@@ -146,8 +149,8 @@ def choose(
 ):
     """The K largest of each row, the lowest index first among equals: ids `[T, K]`.
 
-    K rounds, each of which takes the best that is left. A row of keys [5, 9, 9, 2] gives 1 (the
-    first of the nines), then 2, then 0.
+    Each of K rounds takes the best expert that is left. A row of keys [5, 9, 9, 2] gives expert 1
+    (the first of the nines), then 2, then 0.
     """
     num_words: tl.constexpr = keys_TW32.shape[1]
     words_TW = tl.zeros([keys_TW32.shape[0], num_words], tl.int32)
@@ -165,7 +168,7 @@ def choose(
 
 @triton.jit
 def softmax_of(logits_TW32):
-    """Of each row the largest logit, and the sum of exp(logit - largest): both `[T]`."""
+    """The largest logit of each row, and the row's sum of exp(logit - largest): both `[T]`."""
     largest_T = row_max(logits_TW32)
     # a row that is not there has the largest logit -inf, and -inf - -inf would be NaN
     largest_T = tl.where(largest_T == -float("inf"), 0.0, largest_T)
@@ -178,7 +181,8 @@ def score(logits, FUNCTION: tl.constexpr):
 
     The softplus is log(1 + z) with z = exp(x). Triton has no log1p, and log(1 + z) alone loses the
     digits of a small z that do not fit beside the 1. Kahan's log1p is z log(u) / (u - 1) with
-    u = 1 + z rounded: log(u) and u - 1 belong to the same rounded u, so that its error cancels.
+    u = 1 + z rounded: log(u) and u - 1 both come from the rounded u, so that the error of rounding
+    cancels.
 
         z = 1e-7: u = 1.00000012, and log(u) = 1.192e-7 is 19 % too large;
                   u - 1 = 1.192e-7 too, so z log(u) / (u - 1) = 1e-7 is right

@@ -1,7 +1,7 @@
-"""The replayed gate on a GPU: launches one Triton kernel forward, and one backward.
+"""The replayed gate on a GPU: one Triton kernel in the forward pass, and one in the backward pass.
 
-If there are live or counted rows, another kernel runs before the forward one: it chooses the
-experts of the live rows, and compares the counted rows.
+If there are live or counted rows, a third kernel runs first in the forward pass. That kernel
+chooses the experts of the live rows, and compares the counted rows with the live choice.
 
 `TRITON_INTERPRET=1`, set before Triton is imported, runs the kernels on the CPU.
 
@@ -26,7 +26,7 @@ from megatron_r3.replay.gate.triton_kernels import gate_backward, gate_choose, g
 # so one logit could get two scores that differ in the last bit.
 COMPILE_OPTIONS = {"enable_fp_fusion": False}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-LOGITS = 1024  # of one program, which is one warp: 32 for each lane
+LOGITS = 1024  # the logits of one program, which is one warp of 32 lanes: 32 for each lane
 
 # Whether `_launch` may call a compiled kernel by itself. Before Triton 3.3 that call takes no
 # constants. On AMD a kernel is compiled for a tensor's size too, which `_launch` does not compare.
@@ -57,7 +57,7 @@ def replayed_gate_triton(inputs: GateInputs, options: GateOptions) -> GateOutput
 
 
 class _Gate(torch.autograd.Function):
-    """Launches forward and backward; between them it keeps only the logits and the ids."""
+    """The gate as an autograd function, which keeps only logits and ids for the backward pass."""
 
     @staticmethod
     def forward(
@@ -80,7 +80,7 @@ class _Gate(torch.autograd.Function):
         if used_TK is not None:
             ids_TK = used_TK
         _launch(gate_forward, options, logits_TE, ids_TK, probs_TE, _as_bytes(map_TE))
-        # backward replays what live rows chose; it does not choose again
+        # `ids_TK` has the choice of the live rows: the backward pass does not choose again
         ctx.save_for_backward(logits_TE, ids_TK)
         ctx.options = options
         ctx.set_materialize_grads(False)
@@ -104,8 +104,8 @@ def _launch(
 ) -> None:
     """Launch a kernel with contiguous tensors.
 
-    The first launch of a kind compiles, and later launches give the compiled kernel the same
-    arguments. Otherwise Triton would look at each argument at every launch: about half of the
+    The first launch of a kind compiles a kernel, and later launches call the compiled kernel. They
+    leave out that Triton looks at each argument at every launch, which takes about half of the
     host's time for a gate. A kernel is compiled for the constants, the device, and each tensor's
     dtype and alignment (whether it begins at a multiple of 16 bytes). Example: the ids of a layer
     are a part of all layers' ids. Those of layer 1 begin at byte 0, those of layer 2 at byte
@@ -159,5 +159,5 @@ def launch_constants(num_experts: int, topk: int, options: GateOptions) -> Launc
 
 
 def _as_bytes(mask: Tensor | None) -> Tensor | None:
-    """The same memory as bytes: a bool of Triton's own is one bit wide."""
+    """A bool mask's memory as uint8, because Triton's own bool is one bit wide; None for None."""
     return None if mask is None else mask.view(torch.uint8)

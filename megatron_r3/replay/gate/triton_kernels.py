@@ -10,9 +10,9 @@ kernel that also weighs the experts, Triton could give the K numbers of a row to
 their sum would round differently. But a recompute, in which nothing is chosen, must give the bits
 of its forward pass.
 
-The constants of all kernels: E experts, K experts for each row, BLOCK_K that number padded to a
-power of two, BLOCK_T rows for each program, W words of BITS experts for each row, FUNCTION the name
-in `GateOptions.function`. For 128 experts a program has W = 4 words of 32 and
+The constants of all kernels: E experts, K experts for each row (BLOCK_K is K padded to a power of
+two), BLOCK_T rows for each program, W words of BITS experts for each row, and FUNCTION, which is
+`GateOptions.function`. For 128 experts a program has W = 4 words of 32 and
 BLOCK_T = 1024 / (32 x 4) = 8 rows; for 8 experts it has 128 rows of one word with 8 bits. The rows
 of all tensors are contiguous. One function launches all kernels with a `scale`, so `gate_choose`
 has this parameter too, and does not use it.
@@ -158,9 +158,9 @@ def gate_backward(
     With weights w_i = r_i / sum_j r_j (r: raw weights of the chosen experts) and gradients g_i of
     the weights, the gradient of r_i is (g_i - sum_j w_j g_j) / sum_j r_j: each raw weight changes
     all weights of its row through the sum. For softmax r_i = exp(s_i), so the logit s_i gets
-    w_i (g_i - sum_j w_j g_j). So it does for pre_softmax, whose sums are over all experts, with
-    g_i = 0 where expert i is not chosen. For sigmoid and sqrtsoftplus the gradient of r_i (g_i if K
-    is 1) is multiplied by the slope of the score.
+    w_i (g_i - sum_j w_j g_j). The formula is the same for pre_softmax, whose sums are over all
+    experts, with g_i = 0 where expert i is not chosen. For sigmoid and sqrtsoftplus the gradient of
+    r_i (g_i if K is 1) is multiplied by the slope of the score.
     """
     rows_T, in_T = tiles.rows(num_tokens, BLOCK_T)
     ids_TK = tiles.load_ids(ids_ptr, rows_T, in_T, E, K, BLOCK_K)

@@ -108,11 +108,14 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no experts": ({"logits_TE": torch.zeros(3, 0)}, "logits_TE: 1 to 1024 experts, not 0"),
     "float ids": ({"ids_TK": torch.zeros(3, 2)}, r"ids_TK: \[3, K\] of uint8, .* not float32"),
     "rows of ids": ({"ids_TK": IDS[:2]}, r"ids_TK: \[3, K\] of .*, not int64 \[2, 2\]"),
-    "no ids": ({"ids_TK": IDS[:, :0]}, "ids_TK: 1 to 6 of 6 experts, not 0"),
-    "K above E": ({"ids_TK": torch.zeros(3, 7).int()}, "ids_TK: 1 to 6 of 6 experts, not 7"),
+    "no ids": ({"ids_TK": IDS[:, :0]}, "ids_TK: 1 to 6 ids in each row .of 6 experts., not 0"),
+    "K above E": (
+        {"ids_TK": torch.zeros(3, 7).int()},
+        "ids_TK: 1 to 6 ids in each row .of 6 experts., not 7",
+    ),
     "K above 64": (
         {"ids_TK": torch.zeros(3, 65).int(), "logits_TE": torch.zeros(3, 128)},
-        "ids_TK: 1 to 64 of 128 experts, not 65",
+        "ids_TK: 1 to 64 ids in each row .of 128 experts., not 65",
     ),
     "narrow ids": (
         {"ids_TK": torch.zeros(3, 2).byte(), "logits_TE": torch.zeros(3, 257)},
