@@ -10,7 +10,7 @@ from proof.fidelity.trees import has_loop
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table.
+    """One row of the fidelity table.
 
     Attributes:
         name: what the row is called.
@@ -18,9 +18,10 @@ class Case:
         arguments: Megatron's options of the layout.
         model: a name of `proof.fidelity.models.MODELS`.
         micro_batch_size: rollouts of a micro-batch.
-        quick: whether `make matrix` runs the case: one of each kind is quick.
-        bitwise: the name of the case whose gradients must be the same to the last bit. The case's
-            own name means that a second run must give the same bits.
+        quick: whether `make matrix`, `make check` and --quick run the case. One case of each kind
+            is quick.
+        bitwise: the name of the case whose gradients this case must give to the last bit. The
+            case's own name means that a second run must give the same bits.
         recomputes: whether experts run again in the backward pass.
         forward_only_first: whether a forward-only pass comes before each step.
         since: the first release line on which upstream itself has the feature and gets it right.
@@ -28,8 +29,8 @@ class Case:
         not_on: later release lines on which upstream itself fails or refuses.
         guests: options of guest experts. Empty: none. With them the case runs three times: with
             guests, with empty guest slots, and without slots. The gradients of the second run must
-            be bitwise those of the third; those of the first may differ from the third's only by
-            the order of sums.
+            be bitwise those of the third. The gradients of the first run may differ from those of
+            the third only by the order of sums.
         script: a training script of the tree, run instead of our own training. PyPI's trees have
             no scripts.
     """
@@ -68,7 +69,7 @@ TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 PP2 = "--pipeline-model-parallel-size 2"
 PP4 = "--pipeline-model-parallel-size 4"
 VPP2 = "--num-virtual-stages-per-pipeline-rank 2"
-# Without Transformer Engine the tree that slime pins refuses p2p, its default for --cp-comm-type.
+# Without Transformer Engine the tree that slime pins refuses p2p, the default of --cp-comm-type.
 # The option changes nothing here: attention under CP is that of megatron_r3/cpu/attention.py.
 CP2, CP4 = (f"--cp-comm-type all_gather --context-parallel-size {size}" for size in (2, 4))
 EP2, EP4 = "--expert-model-parallel-size 2", "--expert-model-parallel-size 4"
@@ -78,7 +79,8 @@ ALLGATHER = "--moe-token-dispatcher-type allgather"
 FLEX = "--moe-token-dispatcher-type flex --moe-enable-deepep --moe-router-dtype fp32"
 OVERLAP = "--overlap-moe-expert-parallel-comm"
 PACK = "--rollouts-pack --seq-length 64 --max-position-embeddings 64"
-# one pack for each of two mini-steps: 176 tokens hold six rollouts and no more, also padded for CP2
+# 176 tokens hold six rollouts and no more, also with the padding of CP2: so each of two mini-steps
+# has one pack
 HALF = "--rollouts-pack --seq-length 176 --max-position-embeddings 176"
 DIST_OPT = "--use-distributed-optimizer"
 OVERLAPS = "--overlap-grad-reduce --overlap-param-gather"
@@ -87,7 +89,7 @@ SELECTIVE = "--recompute-granularity selective --recompute-modules"
 
 
 def _one_process() -> list[Case]:
-    """Batches, models and packs in one process."""
+    """Cases of batches, models and packs in one process."""
     return [
         Case(ONE, 1, bitwise=ONE, quick=True),
         Case("12 micro-batches of 1", 1, micro_batch_size=1),
@@ -131,7 +133,7 @@ def _recompute() -> list[Case]:
             f"{FULL} uniform",
             model="mtp",
             micro_batch_size=1,
-            not_on=("core_r0.18.0",),  # upstream's MTP layer raises a TypeError there
+            not_on=("core_r0.18.0",),  # upstream's MTP layer raises a TypeError on that line
         ),
         Case("HybridModel, full recompute", 1, f"{FULL} uniform", model="hybrid", since=V19),
         Case("EP2, recompute moe", 2, f"{EP2} {SELECTIVE} moe"),
@@ -195,7 +197,7 @@ def _experts() -> list[Case]:
         Case("EP4, all-gather", 4, f"{EP4} {ALLGATHER}", micro_batch_size=3),
         Case("EP2, flex (DeepEP stand-in)", 2, f"{EP2} {FLEX}", quick=True),
         Case("EP2, missing rows", 2, EP2, model="holes"),
-        # each step has a data iterator of its own, and only the first iterator brings plans
+        # each step has a data iterator of its own, and only that of the first step brings plans
         Case("EP2, old log-probs first", 2, EP2, forward_only_first=True),
         Case("ETP2", 2, f"{TP2} {ETP2}"),
         Case("EP2xETP2", 4, f"{TP2} {EP2} {ETP2}"),
@@ -215,7 +217,7 @@ def _experts() -> list[Case]:
 
 
 def _overlapped() -> list[Case]:
-    """Combined 1F1B: the forward of one microbatch overlaps the backward of another."""
+    """Cases of combined 1F1B: the forward of one microbatch overlaps another's backward."""
     return [
         Case("EP2, 1F1B overlap, bf16", 2, f"{EP2} {OVERLAP}", model="bf16", quick=True),
         Case("EP2, 1F1B overlap, flex", 2, f"{EP2} {OVERLAP} {FLEX}", model="bf16 fp32 router"),
@@ -225,7 +227,7 @@ def _overlapped() -> list[Case]:
             f"{EP2} {OVERLAP}",
             model="bf16 mtp",
             micro_batch_size=1,
-            # these lines refuse the overlap with MTP without pipeline stages
+            # without pipeline stages these lines refuse the overlap for a model with MTP
             not_on=("core_r0.16.0", "core_r0.17.0"),
         ),
         Case(
@@ -239,7 +241,7 @@ def _overlapped() -> list[Case]:
 
 
 def _balanced() -> list[Case]:
-    """Auxiliary losses, z-loss and expert bias, none of which may count padding."""
+    """Cases of auxiliary losses, z-loss and expert bias, none of which may count padding."""
     layouts = {
         "1 process": (1, ""),
         "full recompute": (1, f"{FULL} uniform"),
@@ -266,7 +268,7 @@ def _balanced() -> list[Case]:
 
 
 def _updates() -> list[Case]:
-    """Two optimizer steps on a collection; R2; a temperature other than 1."""
+    """Cases of two optimizer steps on a collection, of R2, and of a temperature other than 1."""
     virtual = f"{PP2} {VPP2}"
     steps = [
         Case("2 mini-steps", 1),
@@ -299,7 +301,7 @@ def _updates() -> list[Case]:
 
 
 def _guests() -> list[Case]:
-    """Guest experts, on models whose rollouts make two experts hot."""
+    """Cases of guest experts, on models whose rollouts make two experts hot."""
     slots = "--moe-router-replay-guest-slots 2"
     domains = f"{slots} --moe-router-replay-guest-domain 2"
     cases = [

@@ -49,7 +49,7 @@ TESTS = tuple(f"{MOE}/test_{name}.py" for name in ("router_replay", "routers", "
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Check one tree and record it."""
+    """Check one tree and record the result."""
     parser = argparse.ArgumentParser(prog="check", description=str(__doc__).splitlines()[0])
     parser.add_argument("tree", type=Path, metavar="DIR", help="a patched Megatron-LM tree")
     parser.add_argument(
@@ -122,7 +122,7 @@ def make_copies(status: TreeStatus, patches: Path, folder: Path) -> Copies:
 
 
 def run(checks: Checks, copies: Copies) -> tuple[list[str], list[str]]:
-    """Run and print the checks; return the names that failed, and that had nothing to run."""
+    """Run and print the checks; return the names of the failed ones, and of those not run."""
     failed: dict[str, str] = {}
     not_run: list[str] = []
     for name, check in checks.items():
@@ -142,7 +142,7 @@ def run(checks: Checks, copies: Copies) -> tuple[list[str], list[str]]:
 
 
 def again(copies: Copies) -> Outcome:
-    """Applying the patches to the reverted copy again gives the patched copy, byte for byte."""
+    """Check that the reverted copy, patched again, equals the patched copy byte for byte."""
     third = copies.folder / "again"
     shutil.copytree(copies.unpatched, third, symlinks=True)
     try:
@@ -163,7 +163,7 @@ def again(copies: Copies) -> Outcome:
 
 
 def upstreams_tests(copies: Copies) -> Outcome:
-    """Upstream's own tests in TESTS end alike on the unpatched and on the patched copy."""
+    """Check that upstream's own tests in TESTS end alike on the unpatched and the patched copy."""
     files = [file for file in TESTS if (copies.patched / FOLDER / file).is_file()]
     if not files:
         return None, f"the tree has no {FOLDER / MOE}; packages of PyPI have none"

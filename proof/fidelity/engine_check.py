@@ -25,7 +25,7 @@ LAYOUTS = {
 
 
 def engine(checked: Copies) -> Result:
-    """The engine records every row in every layout; with recording off it is as upstream's."""
+    """Check that the engine records every row in each layout, and changes nothing if off."""
     metadata = "megatron/core/inference/contexts/routing_metadata.py"
     if not (checked.patched / metadata).is_file():
         return None, "the engine records no routes"
@@ -72,7 +72,7 @@ def _compared(checked: Copies) -> Result:
 
 
 def differs(samples: Sequence[Sampled], plain: Sequence[Sampled]) -> bool:
-    """Whether a request has other tokens in `samples` than in `plain`, or other or no experts."""
+    """Whether a request has other tokens in `samples` than in `plain`, other experts, or none."""
     return any(
         one.tokens_N != other.tokens_N
         or one.ids_TLK is None

@@ -68,7 +68,7 @@ def of_step(pieces: list[Piece], number: int) -> list[Piece]:
 
 
 def _with(state: dict[str, Any], gradients: dict[int, torch.Tensor]) -> Iterator[tuple[str, Any]]:
-    """The items of a state that hold a parameter, with its gradient in its place."""
+    """Put each gradient in the place of its parameter in a state; yield the changed items."""
     for name, item in state.items():
         gradient = gradients.get(id(getattr(item, "data", None)))
         if gradient is not None:

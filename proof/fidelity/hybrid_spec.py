@@ -38,7 +38,7 @@ def _use_torch_norm() -> None:
 
 
 class _NotHere(torch.nn.Module):
-    """A kind of layer that this spec does not have. Building one is refused."""
+    """Stands for a kind of layer that this spec does not have, and refuses to be built."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise NotEmulated("hybrid_spec has attention (*), MLP (-) and MoE (E) layers only")

@@ -1,4 +1,4 @@
-"""The verdict on a case: compares what its ranks saw with the rollouts and the reference.
+"""The verdict on a case: what its ranks saw, compared with the rollouts and the reference.
 
 In this file T counts the rows of all rollouts.
 
@@ -18,16 +18,16 @@ from proof.fidelity.observe import Observed, RankResult
 from proof.fidelity.reference import Reference, Wrong
 from proof.fidelity.rollouts import CONTROLS, Sampled
 
-Pair = tuple[int, int]
+Pair = tuple[int, int]  # (token, expert)
 CLEARLY = 1e-2  # gradients must differ from those of a wrong update by more than this
 
 
 def gradient_error(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> float:
-    """The largest difference in any gradient, relative to the largest value of its tensor.
+    """The largest difference in any gradient, relative to that gradient's largest value in `want`.
 
-    A tensor with tiny gradients is measured against a thousandth of the largest value of all
-    tensors, so that rounding does not look like an error. The result is infinite where `got` and
-    `want` differ in a name or a shape.
+    A tiny gradient is measured against a thousandth of the largest value of all gradients, so that
+    rounding does not look like an error. The result is infinite if `got` and `want` differ in a
+    name or a shape.
     """
     if {n: g.shape for n, g in got.items()} != {n: g.shape for n, g in want.items()}:
         return float("inf")
@@ -83,8 +83,8 @@ class Judge:
     def _biases_match(self, biases: list[tuple[int, np.ndarray]]) -> bool:
         """Whether each rank's first update of the expert bias follows from the recorded load.
 
-        The load has no padding in it. bias += rate * sign(mean load - load of the expert), arXiv
-        2408.15664, algorithm 1.
+        The load must not count padding. The update is bias += rate * sign(mean load - load of the
+        expert), arXiv 2408.15664, algorithm 1.
         """
         layers = sorted(self.reference.hidden)
         for layer, bias in biases:
@@ -112,7 +112,7 @@ class Judge:
     def _differs(self, results: list[RankResult], wrong: Wrong) -> bool:
         """Whether the gradients differ from those of a wrong update.
 
-        If the update's routes are wrong, the dispatch must differ from them too.
+        If the wrong update has wrong routes, the dispatch must differ from these routes too.
         """
         pieces = [piece for r in results for piece in r.gradients["right"]]
         if gradient_error(assemble(pieces), assemble(wrong.gradients)) <= CLEARLY:
@@ -125,8 +125,8 @@ class Judge:
     ) -> float:
         """The share of recorded pairs that reached their expert, in the worst layer and pass.
 
-        The passes of a layer are those with gradients and those without, if any rank ran one. With
-        expert tensor parallelism every shard of an expert must get the pair.
+        Passes with gradients and passes without are judged apart, the latter only if a rank ran
+        one. With expert tensor parallelism every shard of an expert must get the pair.
 
         Args:
             routes_LTK: the expected routes of all rollouts. None: the right ones.
@@ -159,9 +159,9 @@ class Judge:
         return (want & got).total() / max(want.total(), got.total())
 
     def _recognise(self, layer: int, hidden_PH: np.ndarray) -> np.ndarray:
-        """The token of each hidden state: the one whose state in the reference is nearest.
+        """The token whose state in the reference is nearest to each hidden state, or -1.
 
-        It is -1 where no state is near enough. |a - b|^2 is computed as |a|^2 + |b|^2 - 2 a.b for
+        -1 means that no state is near enough. |a - b|^2 is computed as |a|^2 + |b|^2 - 2 a.b for
         all pairs at once.
         """
         want_TH = self.reference.hidden[layer].astype(np.float64)
@@ -186,7 +186,7 @@ def _seen(results: list[RankResult], phase: str) -> list[Observed]:
 
 
 def _told(results: list[RankResult]) -> float:
-    """The least share that the witness reports on any rank; 0 where a rank has no report."""
+    """The least share that the witness reports on any rank; 0 if a rank has no report."""
     return min([result.dispatched.get("right", 0.0) for result in results])
 
 

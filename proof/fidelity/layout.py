@@ -35,7 +35,7 @@ def run_layout(
     script: Path | None = None,
     mini_steps: int = 1,
 ) -> RankResult:
-    """Train on `stores["right"]`, with the routes of each store in turn.
+    """Train on `stores["right"]`, with the routes of each store in turn; return what a rank saw.
 
     Args:
         forward_only_first: run a forward-only pass over the batch before each step, as a trainer

@@ -1,4 +1,4 @@
-"""The checks of every release line. Each returns whether it passed, and details."""
+"""The checks of every release line. Each returns whether the tree passed, and details."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LAYOUTS_OFF = {
 
 
 class Copies:
-    """An unpatched and a patched copy of one tree, and a process for each that has imported it.
+    """An unpatched and a patched copy of one tree, and for each copy a process that imports it.
 
     Args:
         line: the release line whose patches are in the patched copy.
@@ -56,7 +56,7 @@ class Copies:
         self._open = ExitStack()
 
     def worker(self, tree: Path) -> TreeWorker:
-        """The process that has imported this copy."""
+        """The process that has imported this copy; the first call starts it."""
         if tree not in self._workers:
             worker = TreeWorker(tree, preload=["megatron.training"] if has_loop(tree) else [])
             self._workers[tree] = self._open.enter_context(worker)
@@ -70,7 +70,7 @@ class Copies:
 
 
 class Checked(Copies):
-    """Copies of one known tree. Both are unpatched at first: `_applies` patches the second.
+    """Two copies of a tree of patches/versions.toml: `_applies` patches the second.
 
     Args:
         source: a git repository that holds the tree's files as `commit`.
@@ -94,7 +94,7 @@ class Checked(Copies):
 
 
 def _applies(checked: Checked) -> Result:
-    """The series applies and reverts exactly; the patched copy stays for the other checks."""
+    """Check that the series applies and reverts exactly; leave the second copy patched."""
     try:
         verified = verify_tree(checked.source, checked.line, checked.tree)
         before = files_and_modes(checked.patched)
@@ -117,7 +117,7 @@ def _applies(checked: Checked) -> Result:
 
 
 def files_and_modes(root: Path) -> dict[str, tuple[int, str]]:
-    """Mode and digest of every file."""
+    """Mode and digest of every file, by the file's path relative to `root`."""
     return {
         str(path.relative_to(root)): (
             path.stat().st_mode,
@@ -129,10 +129,11 @@ def files_and_modes(root: Path) -> dict[str, tuple[int, str]]:
 
 
 def _exports(checked: Checked) -> Result:
-    """Patches that are committed on the tree and exported again are the same, byte for byte.
+    """Check that patches committed on the tree and exported again are the same, byte for byte.
 
-    A patch names the git ids of the files that it changes. Where the tree has another version of
-    such a file, its export has other ids and is left out: `_applies` has compared its result.
+    A patch names the git ids of the files that it changes. If the tree has another version of such
+    a file, the export of that patch has other ids and is not compared here: `_applies` has compared
+    what the patch makes of the file.
     """
     try:
         series = read_series(checked.line.folder)
@@ -155,14 +156,14 @@ def _exports(checked: Checked) -> Result:
 
 
 def _options(checked: Checked) -> Result:
-    """Every option that describes a model is in a list of what it does (`model_options.py`)."""
+    """Check that each option that may change a model is in a list that `model_options.py` reads."""
     if names := unread(checked.unpatched):
         return False, f"options in no list of proof/fidelity/model_options.py: {', '.join(names)}"
     return True, f"{len({*options(checked.unpatched)})} options"
 
 
 def off(checked: Copies) -> Result:
-    """Without our options, and with megatron_r3 hidden, both trees train to the same weights."""
+    """Check that without our options, and with replay hidden, both trees train to equal weights."""
     if not has_loop(checked.patched):
         return NO_LOOP
     unpatched, patched = checked.worker(checked.unpatched), checked.worker(checked.patched)
@@ -187,7 +188,7 @@ def _equal(one: Sequence[Weights], other: Sequence[Weights]) -> bool:
 
 
 def router_replay(checked: Copies) -> Result:
-    """Code that was written for upstream's RouterReplay runs on the patched tree."""
+    """Check that code that was written for upstream's RouterReplay runs on the patched tree."""
     if not has_loop(checked.patched):
         return NO_LOOP
     try:
@@ -198,7 +199,7 @@ def router_replay(checked: Copies) -> Result:
 
 
 def replay(checked: Copies) -> Result:
-    """The cases of the fidelity table pass; without Megatron's loop, `record_replay`."""
+    """Check that the cases of the fidelity table pass; without Megatron's loop `record_replay`."""
     if not has_loop(checked.patched):
         return record_replay(checked)
     table = Table(checked.worker(checked.patched), checked.folder, checked.name)
@@ -210,7 +211,7 @@ def replay(checked: Copies) -> Result:
 
 
 def record_replay(checked: Copies) -> Result:
-    """Replaying recorded routes gives the same loss and gradients bitwise; other routes do not."""
+    """Check that recorded routes give bitwise the same loss and gradients, and others do not."""
     for name, (ranks, more) in LAYOUTS.items():
         try:
             worker = checked.worker(checked.patched)

@@ -2,14 +2,14 @@
 
     python -m proof.fidelity.matrix --out build/matrix.json [--repo CLONE] [--line LINE] [--jobs N]
 
-Without --repo the trees are PyPI's packages. With it they are commits of CLONE, which have
-upstream's own pretrain_gpt.py too; patches/versions.toml names both. The newest tree of each line
-is checked; with --line each tree of that line.
+Without --repo the trees are PyPI's packages. With --repo they are commits of CLONE, which have
+upstream's own pretrain_gpt.py too. patches/versions.toml names the packages and the commits. The
+newest tree of each line is checked; with --line each tree of that line.
 
 Without --repo and --line two checks, `replay` and `engine`, are left out on the default tree, for
-which `make test-all` has tests, and the other trees share the cases of `replay`: each case runs on
-one tree. Trees are checked in parallel, because many checks leave a core idle. Exit status 0 says
-that every check passed.
+which `make test-all` has tests. The other trees share the cases of `replay`: each case runs on one
+tree. Trees are checked in parallel, because many checks leave a core idle. Exit status 0 says that
+no check failed.
 """
 
 from __future__ import annotations
@@ -137,8 +137,8 @@ def checks_of(versions: Versions, tree: KnownTree) -> list[str]:
 def shared_out(trees: Sequence[tuple[Line, Path]]) -> list[tuple[Case, ...]]:
     """Share the quick cases out to the trees: each case goes to one tree that can run it.
 
-    Example: of four trees the first cannot run case 1, and no tree can run case 4. Then the trees
-    get the cases 0; 1; 2; 3.
+    Example with the cases 0 to 4: of four trees the first cannot run case 1, and no tree can run
+    case 4. Then the trees get the cases 0; 1; 2; 3.
     """
     shares: list[list[Case]] = [[] for _ in trees]
     for case in QUICK:

@@ -4,8 +4,9 @@
 
 The program reads the source of a tree, and runs nothing of it. The options are the fields of the
 configs of a GPTModel, the other arguments of GPTModel, and each X of `args.X` in the functions that
-build one. Exit status 0 says that each option is described by a family (`megatron_r3.weights`),
-changes nothing (`megatron_r3.weights.known`), or is in CHANGE_THE_MODEL below.
+build a model or a config. Exit status 0 says that each option is described by a family
+(`megatron_r3.weights`), changes nothing (`megatron_r3.weights.known`), or is in CHANGE_THE_MODEL
+below.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from megatron_r3.weights.families import FAMILIES
 from megatron_r3.weights.families.table_family import PLAIN, SHOWN
 from megatron_r3.weights.known import BALANCING, changes_nothing
 
-# Options that change a model and that no family describes: a config must have their defaults.
+# Options that change a model and that no family describes: a config must have the default of each.
 CHANGE_THE_MODEL = frozenset(
     # fields of configs
     """

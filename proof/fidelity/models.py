@@ -1,4 +1,4 @@
-"""The tiny models of the table, as Megatron arguments."""
+"""The tiny models of the fidelity table, as Megatron arguments."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron_r3.cpu import CPU_ARGS
 from proof.fidelity.update import Update
 
 SEQ_LENGTH = 32
-VOCAB_SIZE = 63  # 0.17's NullTokenizer makes 64 of it; padding makes 64 of either number
+VOCAB_SIZE = 63  # 0.17's NullTokenizer adds one; padding to a multiple of 16 gives 64 in any case
 EXPERTS, TOPK = 8, 2
 ONE_STEP, TWO_STEPS = Update(), Update(mini_steps=2, old="trainer")
 
@@ -34,7 +34,7 @@ class Model:
         moe_layers: the decoder layers that are MoE layers, counted from 0.
         holes: the share of missing rows.
         hot: how many experts, the first ones, are in more routes than the others.
-        multiple: every rollout has a multiple of this many input tokens.
+        multiple: the number of input tokens of every rollout is a multiple of this.
         tolerance: the largest relative error of loss and gradients that a layout may have.
         update: how a training updates the weights on the rollouts.
     """
@@ -65,7 +65,7 @@ MODELS = {
     "moonlight": Model("--num-layers 5 --moe-layer-freq ([0]+[1]*4)", (1, 2, 3, 4)),
     "interleaved": Model("--num-layers 4 --moe-layer-freq 2", (0, 2)),
     "mtp": Model("--num-layers 4 --mtp-num-layers 1", FOUR),
-    # for cases of CP: there upstream weighs the MTP loss by each rank's own number of tokens
+    # for cases with CP, in which upstream weighs the MTP loss by each rank's own number of tokens
     "mtp no loss": Model("--num-layers 4 --mtp-num-layers 1 --mtp-loss-scaling-factor 0", FOUR),
     "hybrid": Model(
         "--hybrid-layer-pattern *E*-*E*E --spec proof.fidelity.hybrid_spec spec", (1, 5, 7)

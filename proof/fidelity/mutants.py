@@ -126,7 +126,7 @@ class Copy:
         os.utime(file, (self.writes, self.writes))
 
     def notices(self, fault: Fault, tests: Sequence[str]) -> bool:
-        """Whether tests fail, or run for LIMIT_S seconds, with this fault.
+        """Whether tests fail, or run for LIMIT_S seconds, with this fault in the package.
 
         Raises:
             ValueError: pytest could not run the tests.
@@ -181,7 +181,7 @@ def outcome(copy: Copy, fault: Fault, unit_alone: bool) -> str:
 
 
 def run(faults: Sequence[Fault], jobs: int, unit_alone: bool) -> Iterator[tuple[Fault, str]]:
-    """Try the faults; bring each with how it ended (`outcome`), in the order of `faults`.
+    """Try the faults; yield each with its `outcome`, in the order of `faults`.
 
     Raises:
         ValueError: tests fail without a fault.

@@ -35,6 +35,7 @@ class Observed:
     """The input of one call of a layer's local experts.
 
     Attributes:
+        layer: Megatron's number of the layer.
         hidden_PH: the hidden state of each pair, float32.
         experts_P: the global id of the expert that got the state.
         shard: which part of each expert this rank holds (expert tensor parallelism).
@@ -104,13 +105,13 @@ class Observer:
 
 @dataclass
 class RankResult:
-    """What one rank saw. The keys are phases: `right`, and the name of each control.
+    """What one rank saw. Keys are phases (`right`, and the name of each control), but for `biases`.
 
     Attributes:
         seen: see `Observer`.
         losses: the mean loss of the steps; empty on a rank without the last pipeline stage.
         gradients: this rank's pieces, of all steps.
-        dispatched: the least value of the witness's metric in a phase.
+        dispatched: the least value of the metric "routes dispatched as recorded" in a phase.
         biases: by layer number, the expert bias after the first step.
     """
 
@@ -123,7 +124,7 @@ class RankResult:
 
 @contextmanager
 def made_of(parts: Parts) -> Iterator[None]:
-    """Let trainings that call `pretrain()` inside the `with` block use these parts."""
+    """Make trainings that call `pretrain()` inside the `with` block use these parts."""
     with mock.patch.object(pretrain, "RolloutStep", partial(RolloutStep, parts=parts)):
         yield
 

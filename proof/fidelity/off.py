@@ -1,4 +1,4 @@
-"""Train a few steps on the script's own data, while imports of megatron_r3's replay fail.
+"""Train a few steps on the data of `script.py`, while imports of megatron_r3's replay fail.
 
 Megatron is imported only inside the functions that ranks run.
 """

@@ -45,7 +45,8 @@ class Expected:
         gradients: of `sum`, with respect to the trainer's log-probs, `[G]` for each rollout.
         positive: as `sum`, with the absolute value of each token's part. Tests divide the error of
             `sum` by it.
-        shares: what the part of each token is multiplied by in `sum`, `[G]` for each rollout.
+        shares: the factor of each token's part in `sum`, `[G]` for each rollout; 0 for a token that
+            does not count.
     """
 
     sum: float
@@ -88,10 +89,14 @@ def expected(responses: Sequence[Response], options: Any) -> Expected:
 def _kl(
     response: Response, logprobs_G: np.ndarray, penalty: Any, place: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What a KL term adds at a place for each token, and its derivative by the log-prob.
+    """The KL term of each token, and the derivative of the term by the policy's log-prob.
 
     With d = log(ref / policy): k1 is -d, k2 is d^2 / 2, k3 is exp(d) - 1 - d (J. Schulman,
     "Approximating KL divergence", 2020). The derivative of d by the policy's log-prob is -1.
+
+    Args:
+        logprobs_G: those of the policy.
+        place: "loss" or "advantage". Where the options have no KL term there, it is 0.
     """
     if penalty.kl is None or penalty.kl_place != place:
         return np.zeros(len(logprobs_G)), np.zeros(len(logprobs_G))

@@ -35,7 +35,8 @@ CONFIG = {
     "moe_router_replay": True,
     **CPU_CONFIG,
 }
-# a layer runs once; it runs again in the backward pass; it sends tokens to another rank
+# The layouts in their order: a layer runs once; a layer runs again in the backward pass; a layer
+# sends tokens to another rank.
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform"}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "1 process": (1, {}),
@@ -94,7 +95,7 @@ def _build(options: dict[str, Any]) -> torch.nn.Module:
 def _run(
     model: torch.nn.Module, rank: int, active: Callable[[], AbstractContextManager[Any]]
 ) -> LossAndGradients:
-    """The loss and the gradients of one micro-batch; each rank has a different one."""
+    """The loss and the gradients of one micro-batch, a different one on each rank."""
     ids = torch.arange(SEQ_LENGTH + 1)[None] * (7 + 2 * rank) % VOCAB_SIZE
     positions = torch.arange(SEQ_LENGTH)[None]
     model.zero_grad(set_to_none=True)

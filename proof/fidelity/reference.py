@@ -35,8 +35,8 @@ class Wrong:
     """The result of an update that is wrong on purpose (`Update.controls`).
 
     Attributes:
-        gradients: of all its steps.
-        routes_LTK: its routes of all rollouts; None where they are the right ones.
+        gradients: of all steps of the update.
+        routes_LTK: the routes of all rollouts in this update; None if these are the right routes.
     """
 
     gradients: list[Piece]
@@ -53,7 +53,7 @@ class Reference:
         loss_scale: the same mean of the absolute losses. Advantages of both signs let most of
             `loss` cancel out, so errors are measured against `loss_scale`.
         gradients: of the loss of each step.
-        routes_LTK: the routes of all rollouts, where the model chose them itself (R2); else None.
+        routes_LTK: the routes of all rollouts, if the model chose them itself (R2); else None.
         wrong: the results of the wrong updates, by their names in `Update.controls`.
     """
 
@@ -116,7 +116,7 @@ def _run(model: torch.nn.Module, rollouts: list[Sampled], update: Update) -> Ref
     with _moe_inputs(model) as hidden:
         for number, part in enumerate(update.steps(len(rollouts))):
             first = not number
-            # A step runs live where its routes are what the trainer chooses just then.
+            # A step routes live if its routes are those that the trainer chooses just then.
             live = update.source == "live" or (update.source == "old-policy" and first)
             its_own = update.old == "newest" or (update.old == "trainer" and first)
             # Before the first step the trainer is the old policy of all rollouts, not only of those

@@ -114,7 +114,7 @@ def made_up(seed: int = 0, chained: bool = False) -> list[list[Turns]]:
 
 
 def _as_rollouts(groups: list[list[Turns]], without: int) -> list[Any]:
-    """The groups as the loop's own classes; the first `without` rollouts lack routes."""
+    """The groups as objects of the loop's own classes; the first `without` rollouts lack routes."""
     from megatron.rl.agent.api import RolloutGroup, TokenRollout
 
     made, number = [], 0
@@ -160,7 +160,8 @@ class Seen:
     Attributes:
         losses: what each step reported, by name; an empty dict on a rank without the last stage.
         pieces: this rank's pieces of the gradients of each step.
-        dispatched: for each pass, what the witness counted: pairs that arrived, and all pairs.
+        dispatched: for each pass, what the witness counted: pairs that arrived as recorded, and all
+            pairs.
         logprobs: the results of the old-policy and reference passes, in their order.
     """
 

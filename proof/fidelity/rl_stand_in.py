@@ -9,7 +9,10 @@ from typing import Any
 
 
 def stand_in() -> None:
-    """Stand in for wandb if it is missing, and for openai's aiohttp client, if there is openai."""
+    """If openai is installed, replace its aiohttp client, and stand in for wandb if it is missing.
+
+    Without openai the RL loop cannot be imported, and nothing is replaced.
+    """
     if importlib.util.find_spec("openai") is None:
         return
     import openai

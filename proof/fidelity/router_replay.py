@@ -1,4 +1,4 @@
-"""A program that uses upstream's RouterReplay as its documentation says, run on a patched tree.
+"""A program that uses upstream's RouterReplay as upstream's documentation says.
 
 The program records, replays and recomputes. Megatron is imported only inside the functions that a
 rank runs.
@@ -19,7 +19,7 @@ _RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recomput
 
 
 def use_router_replay(rank: int) -> None:
-    """Record a forward pass, replay it in forward and recompute; then `_assert_not_both`.
+    """Record a forward pass, and replay it in a forward pass and its recompute.
 
     Raises:
         AssertionError: a replay of the recorded experts gives other results, a replay of other
@@ -51,7 +51,7 @@ def use_router_replay(rank: int) -> None:
         RouterReplay.set_replay_data([(ids_TK + shift) % 8 for ids_TK in recorded])
         RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
         got = output()
-        # upstream needs this switch: the recompute in the backward pass takes the same routes again
+        # with this action the recompute in the backward pass takes the same routes again
         RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
         got.sum().backward()
         same = all(map(torch.equal, gradients(), want_gradients))
@@ -61,10 +61,11 @@ def use_router_replay(rank: int) -> None:
 
 
 def _assert_not_both(model: torch.nn.Module) -> None:
-    """A config with RouterReplay and moe_router_replay both on is refused, with one exception.
+    """Assert that a config with RouterReplay and moe_router_replay both on is refused.
 
-    A tree whose inference engine can record beside replay (`engine_records`) accepts the config,
-    and refuses to replay with RouterReplay: see `tests/functional/test_untaken.py`.
+    Only a tree whose inference engine can record beside replay (`engine_records`) accepts the
+    config. Such a tree refuses to replay with RouterReplay: see
+    `tests/functional/test_untaken.py`.
     """
     from megatron.core.transformer import TransformerConfig
 

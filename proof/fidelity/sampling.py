@@ -93,7 +93,8 @@ def build(argv: Sequence[str], second: bool = False) -> Any:
     args = launch.initialize()
     others = [launch.build_model(args)] if second else []
     model = launch.build_model(args)
-    model.another = others  # type: ignore[assignment]  # a plain list: it keeps them alive
+    # keeps the other model alive; in a list, so that it is no submodule
+    model.another = others  # type: ignore[assignment]
     if args.load is not None:
         load_checkpoint([model], None, None)
     return model.eval()

@@ -1,7 +1,7 @@
-"""Stands for a user's training script: the data, forward step and loss that `pretrain()` gets.
+"""Stands for a user's training script: the data sets and the forward step that `pretrain()` gets.
 
-A training on rollouts uses this data for evaluation only; a training without our options trains on
-it. Megatron is imported at the top, so only ranks may import this module.
+A training on rollouts uses these data sets for evaluation only; a training without our options
+trains on them. Megatron is imported at the top, so only ranks may import this module.
 """
 
 from __future__ import annotations

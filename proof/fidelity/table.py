@@ -40,7 +40,7 @@ class _Prepared:
 
 
 class Table:
-    """Rows of the fidelity table.
+    """Makes the rows of the fidelity table.
 
     Args:
         worker: a worker on a patched tree.
@@ -70,10 +70,10 @@ class Table:
         return row
 
     def _beside_others(self, case: Case, results: list[RankResult]) -> dict[str, object]:
-        """Compare the run with guests, and one with empty slots, with one without slots.
+        """Compare the run with guests, and a run with empty slots, with a run without slots.
 
-        In bfloat16, gradients with and without guests need not be close to each other: those with
-        guests are compared with the reference alone.
+        In bfloat16, gradients with and without guests need not be close to each other: the run with
+        guests is compared with the reference alone.
         """
         assert not case.bitwise, "a case with guests may not name another case in `bitwise`"
         plain, empty = (

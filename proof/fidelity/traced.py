@@ -4,8 +4,8 @@
     python -m proof.fidelity.traced ARGUMENTS --rollouts STORE --moe-routing-trace-path TRACE
 
 The tracer writes a file for each rank. Each line is a call of a router, with the experts of each
-token; it does not say which tokens these are. This program works the tokens out from the arguments
-of the training, without Megatron, and without replay's own code for that.
+token, but without the tokens. This program works the tokens out from the arguments of the training,
+without Megatron, and without the code by which replay itself finds the tokens of a rank.
 
 Shape suffixes (docs/glossary.md): B, D, J, K, L, S, T.
 """
@@ -27,9 +27,8 @@ from megatron_r3.train.dataset import PackedRollouts, RolloutDataset
 from megatron_r3.train.options import document_multiple
 from megatron_r3.train.schedule import Schedule, UseOfRollouts
 
-Calls = defaultdict[
-    int, defaultdict[int, list[np.ndarray]]
-]  # by step and layer: the ids [T, K] of each call
+# by step and layer: the ids [T, K] of each call
+Calls = defaultdict[int, defaultdict[int, list[np.ndarray]]]
 NOT_SAID = "the tracer's files do not say which tokens each call had"
 
 
@@ -38,7 +37,7 @@ class Counts:
     """Counts of (token, layer) pairs.
 
     Attributes:
-        equal, differ: traced pairs whose experts are those of the store, and others.
+        equal, differ: traced pairs whose experts are those of the store, and pairs with others.
         untraced: pairs that have a recorded route in the store, and that no rank traced.
         first: describes the first pair that differs.
     """
@@ -143,11 +142,12 @@ class Layout:
         return np.concatenate(parts)
 
     def order(self, rank: int, calls: int) -> list[int]:
-        """The micro-batch of each call of a layer in a step; with recompute each comes twice.
+        """The micro-batch of each call of a layer in a step, without and with recompute.
 
-        It is empty if the number of calls fits neither. Example: 3 micro-batches on the first of
-        two stages, recomputed: 0 1 0 2 1 2. The second 0 is the backward pass of micro-batch 0;
-        before it, stage 0 has run the forward pass of micro-batch 1.
+        With recompute each micro-batch has two calls. The list is empty if the number of calls fits
+        neither. Example: 3 micro-batches on the first of two stages, recomputed: 0 1 0 2 1 2. The
+        second 0 is the backward pass of micro-batch 0; before that pass, stage 0 has run the
+        forward pass of micro-batch 1.
         """
         forward = [*range(self.micro_batches)]
         if calls != 2 * len(forward):
@@ -223,8 +223,8 @@ def compare(argv: list[str] | None = None) -> Counts:
 def _layers_of_stages(layout: Layout, ranks: list[Calls]) -> list[dict[int, int]]:
     """For each pipeline stage, a map from the tracer's layer numbers to layers of the store.
 
-    The tracer numbers the layers of each stage from 0. So the store's layers of a stage begin where
-    those of the stage before end.
+    The tracer numbers the layers of each stage from 0. In the order of these numbers, the layers of
+    a stage are the store's next layers after those of the stage before.
     """
     stages: list[dict[int, int]] = []
     begin, wanted = 0, len(layout.store.info.moe_layers)

@@ -81,7 +81,10 @@ def main(argv: list[str] | None = None) -> int:
     total = len({test for row in rows for test in row["unpatched"]})
     passes = sum(counts(row["unpatched"])["passed"] for row in rows)
     differ = sum(len(row["differ"]) for row in rows)
-    print(f"{total} tests of {name}: {passes} passes unpatched, {differ} outcomes differ patched")
+    print(
+        f"{total} tests of {name}: {passes} passes on the unpatched tree, {differ} other outcomes "
+        "on the patched tree"
+    )
     return 1 if differ or not passes else 0
 
 
@@ -174,7 +177,7 @@ class Suite:
 
 
 def _ending(error: RankError) -> str:
-    """The outcome of a test whose ranks ended before it did: "hung" or "died"."""
+    """The outcome of a test whose ranks ended before the test did: "hung" or "died"."""
     late = isinstance(error, RankTimeout) or "Timeout (0:" in error.text
     return "hung" if late else "died"
 
@@ -195,9 +198,9 @@ def as_rank(rank: int, tree: Path, file: str, folder: Path, done: Collection[str
     options += ["-W", "ignore", "--tb=short", f"--basetemp={folder / f'rank{rank}'}"]
     world_size = int(os.environ["WORLD_SIZE"])
     files = [folder / f"rank{r}.jsonl" for r in range(world_size)]
-    # Upstream's test objects call a barrier when they are deleted. If the garbage collector deleted
-    # them, it would do so at another moment on each rank, and ranks would wait for each other.
-    # `_tidy_up` deletes them on all ranks between two tests.
+    # Upstream's test objects call a barrier when they are deleted. Python's garbage collector would
+    # delete them at another moment on each rank, and ranks would wait for each other. So it is off,
+    # and `_tidy_up` deletes the objects on all ranks between two tests.
     gc.freeze()
     gc.disable()
     recorder = Recorder(files, rank, done, _tidy_up)
@@ -234,8 +237,8 @@ def _tidy_up() -> None:
 class Recorder:
     """A pytest plugin that writes how each test ended, and makes all ranks begin a test together.
 
-    Otherwise a rank whose test failed would begin the next test, and its collectives would meet
-    those of ranks that are still in the first test: the outcome would be random.
+    Otherwise a rank whose test failed would begin the next test, and the collectives of that test
+    would meet those of ranks that are still in the failed one: the outcome would be random.
 
     Args:
         files: the file of each rank.

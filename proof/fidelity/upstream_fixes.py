@@ -14,7 +14,7 @@ about routers, dispatchers and the engine, run on three copies of a line's commi
 The exit status is 0 if every test that no diff touches ends alike on `fixed` and `plain`, every
 other test passes or is skipped on `fixed`, and in each file that a diff touches a test fails on
 `control`. As in proof/fidelity/upstream.py, all tests run on CPU tensors and gloo, where many of
-upstream's cannot pass.
+upstream's tests cannot pass.
 """
 
 from __future__ import annotations

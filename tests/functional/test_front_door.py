@@ -221,7 +221,7 @@ def test_begin_and_end(patched: TreeWorker) -> None:
     assert all(value is True for name, value in seen.items() if name not in texts), seen
     assert "did not run, or raised" in texts["end after an error"]
     assert "without a begin" in texts["end alone"]
-    assert "first routes were not taken" in texts["begin twice"]
+    assert "took the routes of the first call" in texts["begin twice"]
     assert all("built with moe_router_replay off" in texts[name] for name in ("off", "off, empty"))
 
 

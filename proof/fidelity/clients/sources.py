@@ -1,4 +1,4 @@
-"""Pinned commits of frameworks that are not on PyPI; take their files from a clone."""
+"""Pinned commits of frameworks that are not on PyPI, whose files a clone provides."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ PINS = {
     "NEMO_RL": ("NVIDIA-NeMo/RL", "7ea279abfbeb698b092856d0dab61e7cf39bc909"),
     "BRIDGE": ("NVIDIA-NeMo/Megatron-Bridge", "51885cf132b2814188b6855c25a8588254274c2a"),  # v0.6.0
 }
-# The modules that SkyRL calls to replay. The `__init__.py` files of their packages would import an
-# inference server, so these are left out: Python imports the modules from plain folders.
+# The modules that SkyRL calls to replay. The `__init__.py` files of their packages are left out,
+# because they would import an inference server. Python imports the modules from plain folders.
 SKYRL_FILES = [
     f"skyrl/backends/skyrl_train/{name}.py"
     for name in (
@@ -39,10 +39,10 @@ def take_from_clone(name: str, clone: str, paths: list[str], out: Path) -> Path:
         ["git", "-C", clone, "archive", commit, *paths], capture_output=True, check=False
     )
     if archive.returncode:
-        said = archive.stderr.decode(errors="replace").strip()
+        error = archive.stderr.decode(errors="replace").strip()
         raise ValueError(
             f"{name}={clone}: has no {', '.join(paths)} at commit {commit}; give a clone of "
-            f"{repository} that has this commit: {said}"
+            f"{repository} that has this commit: {error}"
         )
     subprocess.run(["tar", "-x", "-C", str(out)], input=archive.stdout, check=True)
     return out

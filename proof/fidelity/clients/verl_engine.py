@@ -73,7 +73,7 @@ def bare_engine(
 
 
 def jagged(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """One nested tensor of tensors of different lengths, without padding."""
+    """A nested tensor that holds tensors of different lengths, without padding."""
     return torch.nested.as_nested_tensor(tensors, layout=torch.jagged)
 
 
@@ -84,7 +84,7 @@ def trainer_batch(
     samples_per_microbatch: int,
     replays: bool = True,
 ) -> Any:
-    """A TensorDict as verl's trainer hands it to the engine.
+    """A TensorDict like those that verl's trainer hands to the engine.
 
     Args:
         tokens: prompt and response of each sample.

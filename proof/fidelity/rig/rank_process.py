@@ -24,7 +24,7 @@ _load_from_bytes = torch.storage._load_from_bytes
 
 
 class RankError(RuntimeError):
-    """A rank raised, or ended without a result; the message has its traceback and its log's end.
+    """A rank raised, or ended without a result; the message has a traceback and the log's end.
 
     Attributes:
         rank: the number of the rank.
@@ -174,8 +174,9 @@ def _be_rank(fn: Callable[[int], Any], rank: int, pipe: Connection) -> NoReturn:
 def to_bytes(value: Any) -> bytes:
     """The pickle of a rank's result.
 
-    Megatron replaces the torch function that reads pickled tensors. Without the line below, the
-    pickle of a tensor would name Megatron's function, and its reader would have to import Megatron.
+    Megatron replaces the torch function that reads pickled tensors. The pickle of a tensor would
+    name Megatron's function, and whoever reads the pickle would have to import Megatron. So torch's
+    own function is put back first.
     """
     torch.storage._load_from_bytes = _load_from_bytes
     return pickle.dumps(value)

@@ -143,7 +143,7 @@ class TreeWorker:
         self.close()
 
     def _ask(self, request: Any, timeout_s: float) -> Any:
-        """The answer to one request. If none comes in time, the worker is ended."""
+        """The answer to one request. If no answer comes in time, the worker is ended."""
         try:
             self._pipe.send(request)
             if not self._pipe.poll(timeout_s):
@@ -165,7 +165,7 @@ class TreeWorker:
 def _environment(tree: Path, given: Mapping[str, str]) -> dict[str, str]:
     """The environment of a worker: no other Megatron on PYTHONPATH, and one OpenMP thread.
 
-    A fork would not copy more threads.
+    With more threads a forked rank would wait for threads that a fork does not copy.
     """
     repository = Path(megatron_r3.__file__).parents[1]
     entries = [Path(entry) for entry in given.get("PYTHONPATH", "").split(os.pathsep) if entry]
