@@ -109,7 +109,7 @@ def _enter(forward_pass: ForwardPass, model: torch.nn.Module | None = None) -> C
             outer.asked |= forward_pass.asked
             outer.ran |= forward_pass.ran
         forward_pass.nothing = _why_nothing(forward_pass)
-        forward_pass.ran = {}  # a function that was bound keeps the pass, but not the model alive
+        forward_pass.ran = {}  # bound functions keep the pass, which must not keep the model alive
 
     return leave
 

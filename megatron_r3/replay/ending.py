@@ -15,7 +15,7 @@ from typing import Any
 
 # the beginnings of the options that only a patched Megatron-LM knows
 _OURS = ("--moe-router-replay", "--rollouts", "--rl-write-rollouts")
-# how long the other ranks of a node wait, so that the launcher ends them before they print an error
+# all but a node's first rank wait so long, and the launcher ends them before they print an error
 _SILENCE_S = 30.0
 
 

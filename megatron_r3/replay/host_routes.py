@@ -48,7 +48,7 @@ class RouteArrays:
     Args:
         ids_LTK: expert ids of any integer dtype; the first axis has the layers of `moe_layers`, the
             second the row ids.
-        num_experts: E.
+        num_experts: the experts of one MoE layer.
         moe_layers: the 0-based hidden layers that have a router, ascending.
         recorded_T: bool, False for rows that the engine did not return: those tokens choose live.
             None means that every row was recorded.
@@ -78,10 +78,10 @@ class RouteArrays:
     def routes(
         self, rows_T: np.ndarray, layers: Sequence[int], into_LTK: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Ids and recorded bits of these rows; -1 (padding) gives zeros, not recorded.
+        """Ids and recorded bits of these rows; a row id of -1 (padding) gives zeros and False.
 
         Raises:
-            IndexError: a row that is not there.
+            IndexError: a row id that these routes do not have.
         """
         num_rows = self._routes.num_rows
         if len(rows_T) and not -1 <= int(rows_T.min()) <= int(rows_T.max()) < num_rows:

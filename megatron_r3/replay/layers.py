@@ -29,8 +29,8 @@ def moe_layer_indices(config: Any) -> tuple[int, ...]:
     (models/hybrid/hybrid_layer_allocation.py).
 
     Args:
-        config: the parsed arguments; or a TransformerConfig, but not of a hybrid model: it lacks
-            the pattern.
+        config: the parsed arguments; or a TransformerConfig, but not that of a hybrid model,
+            because a TransformerConfig lacks the pattern.
     """
     pattern = hybrid_pattern(config)
     if pattern:
@@ -59,7 +59,7 @@ def local_moe_layers(model: torch.nn.Module) -> dict[int, BaseMoELayer]:
 def layers_with_gradients(model: torch.nn.Module) -> frozenset[int]:
     """The MoE layers of a model chunk whose router has gradients on in a step's forward pass.
 
-    A layer that is recomputed has gradients on only in its recompute. Megatron recomputes
+    The router of a recomputed layer has gradients on only in the recompute. Megatron recomputes
     (megatron/core/transformer/transformer_block.py and moe/moe_layer.py) all layers ("uniform"),
     the first layers of each chunk ("block"), or what `recompute_modules` names.
     """

@@ -150,7 +150,7 @@ class MicrobatchRoutes:
     as_with_gradients: Collection[int] = field(default=(), kw_only=True)
     tally: Tally | None = field(default=None, kw_only=True)
     used: Counter[int] = field(default_factory=Counter, init=False)
-    # The number of the forward pass in which each layer asked for the first time, 0 outside of any.
+    # The number of the forward pass in which each layer asked for the first time, 0 outside a pass.
     # It is a number because the ForwardPass refers to this object: with a reference cycle the
     # routes of every micro-batch would stay on the device until Python's cyclic garbage collection.
     _first_pass: dict[int, int] = field(default_factory=dict, init=False)
@@ -300,9 +300,9 @@ class MicrobatchRoutes:
         index, token = wrong_LT.nonzero()[0].tolist()
         layer = list(self._given)[index]
         raise ReplayError(
-            f"layer {layer}, token {token}: ids {self._given[layer][token].tolist()}; a route is "
+            f"layer {layer}, token {token}: ids {self._given[layer][token].tolist()}; expected "
             f"distinct experts from 0 to {self._num_experts - 1}, also for a padding token "
-            f"({int(wrong_LT.sum())} such rows)"
+            f"({int(wrong_LT.sum())} wrong rows)"
         )
 
     def _live_in(self, layer_number: int) -> Tensor | None:
@@ -379,7 +379,7 @@ class MicrobatchRoutes:
                 f"the layers of one microbatch have routes of different shapes: {shapes}"
             )
         ids_LTK = torch.stack([ids_TK.to(torch.int32) for ids_TK in self.ids.values()])
-        # in a sorted row equal ids are neighbours, and if an id is out of range, an end is
+        # in a sorted row equal ids are neighbours, and if an id is out of range, an end id is too
         ordered_LTK = ids_LTK.sort(dim=2).values
         wrong_LT = (ordered_LTK[..., 1:] == ordered_LTK[..., :-1]).any(2)
         wrong_LT |= (ordered_LTK[..., 0] < 0) | (ordered_LTK[..., -1] >= num_experts)

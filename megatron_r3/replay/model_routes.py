@@ -107,7 +107,8 @@ class ModelRoutes:
                 experts make.
 
         Raises:
-            ValueError: the source is for another model, or `rows_BS` is no int64 on the host.
+            ValueError: the source is for another model, or `rows_BS` is no int64 tensor of two axes
+                on the host.
         """
         routes = self.read(source, rows_BS, mean_tokens)
         tally = None

@@ -94,8 +94,8 @@ def padded_counts(counts_LE: np.ndarray, multiple: int, num_tokens: int) -> np.n
 def by_owner(counts_LE: np.ndarray, ranks: ExpertRanks) -> np.ndarray:
     """The counts split by the rank that owns the expert, `[R, L, O]`, in the order of the group.
 
-    Expert-parallel rank p owns the experts p * O to p * O + O - 1. Example: the counts 3 1 0 4 of 4
-    experts on 2 ranks: 3 1 for the first, 0 4 for the second.
+    Expert-parallel rank p owns the experts p * O to p * O + O - 1. Example: of the counts 3 1 0 4
+    of 4 experts on 2 ranks, 3 1 are for the first rank and 0 4 for the second.
     """
     num_layers, num_experts = counts_LE.shape
     of_ranks = counts_LE.reshape(num_layers, ranks.expert_size, num_experts // ranks.expert_size)
@@ -139,7 +139,7 @@ def layer_sizes(
 
 
 def check_totals(totals_RL: np.ndarray, layer_numbers: list[int]) -> None:
-    """Refuse a rank whose layers send different totals: each layer sends T * K pairs.
+    """Check that each rank sends equally many (token, expert) pairs in all its layers.
 
     Raises:
         PlanError: a rank sends more pairs in one layer than in another.

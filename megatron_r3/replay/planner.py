@@ -25,7 +25,7 @@ from megatron_r3.replay.rows import count_tokens
 # the token dispatchers that ask for a plan (patch 3); the flex dispatcher learns its sizes
 # in a kernel of its own
 PLANNED_DISPATCHERS = ("alltoall", "allgather")
-# from every rank's counts `[R, L, E]` to the sizes of each layer
+# a function from the counts of all ranks, [ranks, layers, experts], to the sizes of each layer
 SizesOf = Callable[[np.ndarray, ExpertRanks, list[int]], dict[int, LayerSizes]]
 # The key is an option of the config that changes the sizes. If the option is set, the function gets
 # the config, and returns a SizesOf that replaces `layer_sizes` and needs the counts of all experts.

@@ -53,7 +53,7 @@ class RankLayout:
         return batch | {name: batch[name][:, positions_S] for name in fields}
 
     def router_order(self, field_BS: Tensor) -> Tensor:
-        """A field of a split batch, `[T]`, as this rank's routers see it."""
+        """A field of a split batch, flat, in the order of the tokens in this rank's routers."""
         return router_order(field_BS, self.sp_size, self.sp_rank)
 
     def mean_tokens(self, rows_BS: Tensor) -> float:

@@ -64,7 +64,7 @@ KNOWN_VALUES = {
     # recipes of Megatron-Bridge set None if their dispatcher is not flex
     "moe_flex_dispatcher_backend": ("deepep", "hybridep", "ncclep", None),
     "moe_router_dtype": (None, "fp32", "fp64"),
-    # ours: a misspelt value must not be taken for one of these
+    # our own options: a misspelt value must not be taken for one of these values
     "moe_router_replay_aux_loss": ("replayed", "live"),
     "moe_router_replay_expert_bias": ("replayed", "live"),
     "moe_router_replay_missing": ("live", "error"),
@@ -119,7 +119,7 @@ def refusals(config: Any, upstream: Any = None) -> list[str]:
             "moe_router_force_load_balancing replaces the logits (an option of benchmarks); unset "
             "it",
         ),
-        (  # 0.0 replaces them too
+        (  # the value 0.0 replaces the logits too
             given("moe_router_force_biased") is not None,
             "moe_router_force_biased replaces the logits; unset it",
         ),

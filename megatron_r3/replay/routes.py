@@ -63,8 +63,8 @@ class MoEShape:
 class Origin(NamedTuple):
     """The MoE layer and the token that index [0, 0] of an array of routes stands for.
 
-    Errors add it to the indices. Example: the array holds layer 5 alone, from token 40 on; then
-    index [0, 2] is called "MoE layer 5, token 42" with `Origin(layer=5, token=40)`.
+    Errors add both numbers to the indices. Example: the array holds layer 5 alone, from token 40
+    on; then index [0, 2] is called "MoE layer 5, token 42" with `Origin(layer=5, token=40)`.
     """
 
     layer: int = 0
@@ -253,7 +253,8 @@ class Routes:
             first_token: what errors call row 0. The other arguments are those of `check_ids`.
 
         Raises:
-            RoutesError: wrong axes, dtype or range, or an id twice in a recorded row.
+            RoutesError: wrong axes, dtype or range, an id twice in a recorded row, or a
+                `recorded_T` of another length.
         """
         ids_LTK = np.asarray(ids_LTK)
         if recorded_T is None:
@@ -282,7 +283,7 @@ class Routes:
 
     @property
     def num_rows(self) -> int:
-        """How many rows, T: in a rollout one less than its tokens; the last token has no route."""
+        """How many rows, T. A whole rollout has one row less than tokens: the last has no route."""
         return self.ids_LTK.shape[1]
 
     @property

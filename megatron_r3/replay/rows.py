@@ -21,8 +21,9 @@ PADDING = -1
 def router_order(field_BS: Tensor, sequence_parallel_size: int = 1, rank: int = 0) -> Tensor:
     """A batch field in the order in which this rank's router sees the tokens.
 
-    Megatron's hidden states are [S, B, H], split along S by sequence parallelism and flattened to
-    s * B + b (megatron/core/transformer/moe/router.py, `TopKRouter.routing`).
+    Megatron's hidden states have the axes position, sequence, hidden. Sequence parallelism splits
+    the positions, and a router sees position s of sequence b as token s * B + b
+    (megatron/core/transformer/moe/router.py, `TopKRouter.routing`).
 
     Args:
         field_BS: the field of this context-parallel rank.

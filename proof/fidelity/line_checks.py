@@ -199,7 +199,7 @@ def router_replay(checked: Copies) -> Result:
 
 
 def replay(checked: Copies) -> Result:
-    """Check that the cases of the fidelity table pass; without Megatron's loop `record_replay`."""
+    """Check that cases of the fidelity table pass, or `record_replay` if the tree has no loop."""
     if not has_loop(checked.patched):
         return record_replay(checked)
     table = Table(checked.worker(checked.patched), checked.folder, checked.name)
@@ -211,7 +211,7 @@ def replay(checked: Copies) -> Result:
 
 
 def record_replay(checked: Copies) -> Result:
-    """Check that recorded routes give bitwise the same loss and gradients, and others do not."""
+    """Check that recorded routes give the same loss and gradients bitwise, and wrong routes not."""
     for name, (ranks, more) in LAYOUTS.items():
         try:
             worker = checked.worker(checked.patched)

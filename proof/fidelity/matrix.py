@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     print(f"{'release line':14} {'tree':18}" + "".join(f"{name:>16}" for name in CHECKS))
     results = []
-    # Spawned, not forked: a process that is forked from one with threads may hang.
+    # Processes are spawned, because a process that is forked from one with threads may hang.
     spawned = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(args.jobs, len(trees)), spawned) as pool:
         asked = bool(args.line or args.repo)

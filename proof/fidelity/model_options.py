@@ -53,7 +53,7 @@ _CONFIGS = (
     "megatron/core/transformer/transformer_config.py",
     "megatron/core/transformer/heterogeneous/heterogeneous_config.py",
 )
-_LAYOUT = "megatron/core/model_parallel_config.py"  # no field of it changes a model
+_LAYOUT = "megatron/core/model_parallel_config.py"  # no field of this config changes a model
 _BUILDERS = {
     "megatron/training/arguments.py": {"core_transformer_config_from_args"},
     "megatron/training/argument_utils.py": {

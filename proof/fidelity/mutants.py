@@ -46,7 +46,7 @@ class Fault:
     """One fault.
 
     Attributes:
-        room: the name of its file in `tests/mutants`.
+        room: the name of the fault's file in `tests/mutants`, without `.toml`.
         name: what is wrong; unique in its room.
         effect: what the fault does to a user.
         old, new: a text that the package has once, and the text that replaces it.
@@ -117,9 +117,9 @@ class Copy:
     def write(self, file: Path, text: str) -> None:
         """Write a file, so that Python does not run an older .pyc of it.
 
-        Python takes a .pyc if its source has the same size and the same time, in seconds. `2 * x`
-        and `3 * x` have the same size, and a small test takes less than a second. So each write
-        sets another time.
+        Python runs an older .pyc if the source still has the size and the time, in seconds, that
+        the .pyc names. `2 * x` and `3 * x` have the same size, and a small test takes less than a
+        second. So each write sets another time.
         """
         file.write_text(text)
         self.writes += 1
@@ -220,7 +220,7 @@ def table(ended: Sequence[tuple[Fault, str]]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Try the faults; return 1 if one survived that tests must notice."""
+    """Try the faults; return 1 if a fault survived that tests must notice."""
     parser = argparse.ArgumentParser(prog="mutants", description=__doc__.splitlines()[0])
     parser.add_argument(
         "--only", nargs="+", default=[""], help="faults whose `ROOM: NAME` has one of these texts"

@@ -105,7 +105,7 @@ class Observer:
 
 @dataclass
 class RankResult:
-    """What one rank saw. Keys are phases (`right`, and the name of each control), but for `biases`.
+    """What one rank saw, by phase (`right`, and the name of each control) except for `biases`.
 
     Attributes:
         seen: see `Observer`.

@@ -95,8 +95,8 @@ def _kl(
     "Approximating KL divergence", 2020). The derivative of d by the policy's log-prob is -1.
 
     Args:
-        logprobs_G: those of the policy.
-        place: "loss" or "advantage". Where the options have no KL term there, it is 0.
+        logprobs_G: the log-probs of the policy.
+        place: "loss" or "advantage". Both results are 0 if the options have no KL term there.
     """
     if penalty.kl is None or penalty.kl_place != place:
         return np.zeros(len(logprobs_G)), np.zeros(len(logprobs_G))

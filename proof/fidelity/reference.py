@@ -48,7 +48,7 @@ class Reference:
     """What every layout must reproduce.
 
     Attributes:
-        hidden: the MoE input of every token of all rollouts, by layer number, float32 `[T, H]`.
+        hidden: by layer number, the MoE input of every token of all rollouts, float32, a row each.
         loss: the mean over the response tokens of a step, and over the steps.
         loss_scale: the same mean of the absolute losses. Advantages of both signs let most of
             `loss` cancel out, so errors are measured against `loss_scale`.

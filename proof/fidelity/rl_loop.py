@@ -1,8 +1,8 @@
 """Megatron's own RL loop on the CPU: with its engine and a toy agent, or on made-up rollouts.
 
 `python -m proof.fidelity.rl_loop FOLDER TREE/train_rl.py ARGS...`, with TREE on PYTHONPATH, runs
-the script as it is, with an agent that asks for a few letters. The loop needs, beside torch:
-einops, xxhash, pyzmq, msgpack, quart, hypercorn, openai, orjson, h2, fastapi, uvicorn and pydantic.
+the script as it is, with the agent of `rl_toy_agent.py`. The loop needs, beside torch: einops,
+xxhash, pyzmq, msgpack, quart, hypercorn, openai, orjson, h2, fastapi, uvicorn and pydantic.
 
 `on_given` runs the same script in the ranks of a worker, on made-up rollouts with random routes.
 Megatron is imported only inside the functions that ranks run.
@@ -102,7 +102,7 @@ def made_up(seed: int = 0, chained: bool = False) -> list[list[Turns]]:
                 prompt, response = draw.integers(3, 6), draw.integers(5, 14)
                 tokens = draw.integers(3, 3 + len(LETTERS), prompt + response).tolist()
                 before = turns.tokens[-1] if chained and turns.tokens else []
-                tokens = [*before, *tokens[:-1], 2]  # ends in eod
+                tokens = [*before, *tokens[:-1], 2]  # 2 is the end of document
                 turns.tokens.append(tokens)
                 turns.masks.append([False] * (len(before) + prompt) + [True] * response)
                 turns.logprobs.append((-draw.random(response) - 1.0).tolist())
@@ -147,7 +147,7 @@ def _as_loop_has_them(groups: list[list[Turns]], without: int) -> Any:
     rollouts = _as_rollouts(groups, without)
     try:
         from megatron.core.inference.inference_request import FinishedRequestRecord
-    except ImportError:  # 0.19
+    except ImportError:  # 0.19 has no such records
         return rollouts
     names = [name for group in rollouts for one in group for name in one.completion_ids]
     return rollouts, {name: FinishedRequestRecord([(0, 0)], [(0, 0)], 0) for name in names}

@@ -13,7 +13,7 @@ _EOD = 2
 
 
 class ToyAgent(RewardOnlyAgent):
-    """The reward is the share of the answer's letters that are among the first six of LETTERS."""
+    """An agent that rewards the share of a response's letters that are in `LETTERS[:6]`."""
 
     env_id: str = "toy"
 

@@ -62,7 +62,11 @@ def _rollout(model: Model, index: int, rng: np.random.Generator) -> Sampled:
 
 
 def write_stores(model: Model, rollouts: list[Sampled], folder: Path) -> dict[str, Path]:
-    """Write a store of these rollouts, `right`, and one with the wrong routes of each control."""
+    """Write a store of these rollouts, `right`, and a store with each control's wrong routes.
+
+    Returns:
+        The folder of each store by its name.
+    """
     changes: dict[str, Callable[[list[np.ndarray]], list[np.ndarray]]] = {
         "right": lambda routes: routes,
         **CONTROLS,
@@ -102,17 +106,17 @@ def _stored(sampled: Sampled, ids_LTK: np.ndarray, number: int) -> Rollout:
 
 
 def shift_token(routes: list[np.ndarray]) -> list[np.ndarray]:
-    """Each token gets the routes of the token before. `routes` has `[L, T, K]` for each rollout."""
+    """Give each token the routes of the token before. `routes` has `[L, T, K]` for each rollout."""
     return [np.roll(ids_LTK, 1, axis=1) for ids_LTK in routes]
 
 
 def swap_layers(routes: list[np.ndarray]) -> list[np.ndarray]:
-    """The first two MoE layers are exchanged."""
+    """Exchange the routes of the first two MoE layers."""
     return [ids_LTK[[1, 0, *range(2, len(ids_LTK))]] for ids_LTK in routes]
 
 
 def swap_rollouts(routes: list[np.ndarray]) -> list[np.ndarray]:
-    """Each rollout gets the routes of another, cut or repeated to its own length."""
+    """Give each rollout the routes of another rollout, cut or repeated to the right length."""
     half = len(routes) // 2
     others = routes[half:] + routes[:half]
     return [

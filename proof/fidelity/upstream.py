@@ -199,8 +199,8 @@ def as_rank(rank: int, tree: Path, file: str, folder: Path, done: Collection[str
     world_size = int(os.environ["WORLD_SIZE"])
     files = [folder / f"rank{r}.jsonl" for r in range(world_size)]
     # Upstream's test objects call a barrier when they are deleted. Python's garbage collector would
-    # delete them at another moment on each rank, and ranks would wait for each other. So it is off,
-    # and `_tidy_up` deletes the objects on all ranks between two tests.
+    # delete them at another moment on each rank, and ranks would wait for each other. So the
+    # collector is off, and `_tidy_up` deletes the objects on all ranks between two tests.
     gc.freeze()
     gc.disable()
     recorder = Recorder(files, rank, done, _tidy_up)

@@ -70,11 +70,12 @@ class GateInputs(NamedTuple):
             never touches memory outside of the tensors.
         expert_bias_E: added to the scores when experts are chosen (live and counted rows), never to
             the weights. Any float dtype; for sigmoid and sqrtsoftplus only. None means no bias.
-        live_T: bool, rows whose experts are chosen here: the top-k of the selection scores (the
-            logits for softmax after top-k, else the scores, plus the bias), in descending order,
-            and among equals the lowest index first. Their `ids_TK` are not read. None means that no
-            row is live.
-        counted_T: bool, rows to compare with what live top-k would choose. None means no such row.
+        live_T: bool, True for rows whose experts the gate chooses: the top-k of the selection
+            scores (the logits for softmax after top-k, else the scores, plus the bias), in
+            descending order, and among equals the lowest index first. The `ids_TK` of live rows
+            change nothing. None means that no row is live.
+        counted_T: bool, True for rows to compare with what live top-k would choose. None means that
+            no row is compared.
     """
 
     logits_TE: Tensor
@@ -109,7 +110,7 @@ def check_inputs(inputs: GateInputs, options: GateOptions) -> None:
     """Check shapes, dtypes and devices. Values are never read: that would make the host wait.
 
     Raises:
-        ValueError: says which argument is wrong, and what it should be.
+        ValueError: the message names the wrong argument and says what it should be.
     """
     logits_TE, bias_E = inputs.logits_TE, inputs.expert_bias_E
     if options.score_function == "softmax" and bias_E is not None:

@@ -1,7 +1,7 @@
 """Functions that the gate kernels call: to read rows, choose experts, and compute scores.
 
-A tile has the axes `[T, W, 32]`: the rows of one program, words, bits of a word. For up to 16
-experts it has one word of fewer bits. Expert e of a row is bit e % 32 of word e // 32, so that the
+A tile has the axes `[T, W, 32]`: the rows of one program, words, bits of a word. A tile for up to
+16 experts has one word of fewer bits. Expert e of a row is bit e % 32 of word e // 32, so that the
 set of experts of a row is W integers. For 128 experts (W = 4) the set {1, 33, 34} is
 
     words_TW = [[0b10, 0b110, 0, 0]]       1 = word 0, bit 1;   33, 34 = word 1, bits 1 and 2
@@ -64,7 +64,7 @@ def fill_zeros(
 
 @triton.jit
 def whole_rows(ptr, rows_T, in_T, E: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr):
-    """`experts`, and the logits of this program's rows as float32; -inf outside of the tensor."""
+    """What `experts` returns, and the logits of this program's rows as float32, -inf outside."""
     experts_1W32, inside_TW32 = experts(in_T, E, W, BITS)
     places_TW32 = (rows_T * E)[:, None, None] + experts_1W32
     logits_TW32 = tl.load(ptr + places_TW32, mask=inside_TW32, other=-float("inf")).to(tl.float32)
@@ -109,7 +109,7 @@ def gather(ptr, rows_T, ids_TK, chosen_TK, E: tl.constexpr):
 
 @triton.jit
 def with_ids(words_TW, ids_T):
-    """The sets with one more expert for each row; the id -1 adds none."""
+    """The sets `words_TW` with one more expert in each row; the id -1 adds no expert."""
     # id 34: bit 34 & 31 = 2 of word 34 >> 5 = 1.   id -1: word -1 >> 5 = -1, which does not exist.
     bits_T = tl.full(ids_T.shape, 1, tl.int32) << (ids_T & 31)
     here_TW = (ids_T >> 5)[:, None] == tl.arange(0, words_TW.shape[1])[None, :]
@@ -118,7 +118,7 @@ def with_ids(words_TW, ids_T):
 
 @triton.jit
 def members(words_TW, BITS: tl.constexpr):
-    """The sets as bool `[T, W, BITS]`."""
+    """The sets `words_TW` as bool `[T, W, BITS]`: True for each expert of a row."""
     return ((words_TW[:, :, None] >> tl.arange(0, BITS)[None, None, :]) & 1) != 0
 
 
@@ -126,9 +126,9 @@ def members(words_TW, BITS: tl.constexpr):
 def sort_keys(values):
     """int32 numbers that compare as the floats do: -0 equals 0, and NaN is above all others.
 
-    That is the order of torch.topk. The bits of a positive float grow with it when they are read as
-    an integer. The bits of a negative float have the sign bit set and grow with its absolute value,
-    so all its other bits are flipped:
+    That is the order of torch.topk. Read as an integer, the bits of a positive float grow with the
+    float. The bits of a negative float have the sign bit set and grow with the absolute value, so
+    all bits but the sign are flipped:
 
          1.0  0x3f800000 -> 0x3f800000      -1.0  0xbf800000 -> 0xc07fffff (a negative integer)
          2.0  0x40000000 -> 0x40000000      -2.0  0xc0000000 -> 0xbfffffff (a smaller one)

@@ -104,8 +104,8 @@ def _launch(
 ) -> None:
     """Launch a kernel with contiguous tensors.
 
-    The first launch of a kind compiles a kernel, and later launches call the compiled kernel. They
-    leave out that Triton looks at each argument at every launch, which takes about half of the
+    The first launch of a kind compiles a kernel, and later launches call the compiled kernel
+    directly. Otherwise Triton would look at each argument at every launch, in about half of the
     host's time for a gate. A kernel is compiled for the constants, the device, and each tensor's
     dtype and alignment (whether it begins at a multiple of 16 bytes). Example: the ids of a layer
     are a part of all layers' ids. Those of layer 1 begin at byte 0, those of layer 2 at byte
@@ -148,7 +148,7 @@ class LaunchConstants(NamedTuple):
 def launch_constants(num_experts: int, topk: int, options: GateOptions) -> LaunchConstants:
     """What the kernels of a router are compiled for.
 
-    Example: 384 experts need W = 16 words (12, padded to a power of two). A program has
+    Example: 384 experts need 16 words (12, padded to a power of two). A program has
     1024 / (32 x 16) = 2 rows, and 1000 rows need a grid of 500 programs.
     """
     bits = min(32, triton.next_power_of_2(num_experts))

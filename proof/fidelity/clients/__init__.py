@@ -1,1 +1,1 @@
-"""Code of RL frameworks, run unchanged: tests and benchmarks run it on CPU tensors."""
+"""Run code of RL frameworks, unchanged, on CPU tensors, for tests and benchmarks."""

@@ -24,7 +24,7 @@ SKYRL_FILES = [
 
 
 def take_from_clone(name: str, clone: str, paths: list[str], out: Path) -> Path:
-    """Take files of a clone at its pinned commit, write them into `out`, and return `out`.
+    """Take files of a clone at the commit in `PINS`, write them into `out`, and return `out`.
 
     Args:
         name: a key of PINS.

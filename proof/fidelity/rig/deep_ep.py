@@ -39,7 +39,7 @@ def provide() -> None:
     Call it before Megatron is imported, because Megatron looks for these modules once.
     """
     utils = _module("deep_ep.utils", EventHandle=EventHandle, EventOverlap=EventOverlap)
-    # the package has no HybridEPBuffer: from that Megatron sees that HybridEP is missing
+    # the package has no HybridEPBuffer, so Megatron takes HybridEP to be missing
     package = _module("deep_ep", Buffer=Buffer, EventOverlap=EventOverlap, utils=utils)
     package.__path__ = []
     sys.modules.update({"deep_ep": package, "deep_ep.utils": utils})
@@ -57,7 +57,7 @@ class EventHandle:
     """DeepEP's CUDA event. On the CPU all work is done when a call returns."""
 
     def current_stream_wait(self) -> None:
-        """There is nothing to wait for."""
+        """Do nothing: on the CPU there is nothing to wait for."""
 
 
 class EventOverlap(EventHandle):
@@ -94,7 +94,7 @@ class _Config:
     """DeepEP's config, which is asked for buffer sizes: 0, since there are no buffers."""
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Nothing to allocate, neither for NVLink nor for RDMA."""
+        """0 bytes: there is no buffer, neither for NVLink nor for RDMA."""
         return 0
 
     get_rdma_buffer_size_hint = get_nvl_buffer_size_hint
@@ -123,7 +123,7 @@ class Buffer:
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
-        """There are no SMs to set aside."""
+        """Do nothing: on the CPU there are no SMs to set aside."""
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> _Config:
@@ -167,7 +167,7 @@ class Buffer:
         """Send each token to every rank that has one of its experts.
 
         Args:
-            x: tokens `[T, H]`.
+            x: the hidden states of the tokens, a row each.
             handle: the handle of an earlier dispatch, to send other tokens the same way (the
                 gradients of a combine). With a handle leave the next three arguments out; without
                 one all three are needed.
@@ -217,7 +217,7 @@ class Buffer:
             options: streams and tuning, which change nothing.
 
         Returns:
-            The tokens `[T, H]`, the weights `[T, K]` or None, and an event.
+            The tokens, a row each, the weights `[T, K]` or None, and an event.
         """
         _refuse(options)
         if topk_weights is not None:
