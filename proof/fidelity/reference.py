@@ -22,6 +22,7 @@ import torch
 from megatron_r3.replay.active import MicrobatchRoutes, replaying
 from megatron_r3.replay.layers import local_moe_layers, local_routers
 from megatron_r3.train.launch import build_model, initialize
+from megatron_r3.weights.checkpoint import save_whole
 from proof.fidelity.gradients import Piece, collect, of_step
 from proof.fidelity.policy_loss import advantages
 from proof.fidelity.rollouts import Sampled
@@ -76,10 +77,7 @@ def build_and_save(argv: list[str], checkpoint: Path) -> tuple[Any, torch.nn.Mod
     """As `build`, with replay on; also save the model, so that layouts can load it."""
     argv = [*argv, "--moe-router-replay", "--save", str(checkpoint), "--save-interval", "1"]
     args, model = build(argv)
-    from megatron.training.checkpointing import save_checkpoint
-
-    # iteration 1, because 0.15 does not load a checkpoint of iteration 0
-    save_checkpoint(1, [model], None, None, 0)
+    save_whole([model], args)
     return args, model
 
 
