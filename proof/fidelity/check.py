@@ -37,14 +37,13 @@ from megatron_r3.patching.tree import TreeState, TreeStatus, identify
 from megatron_r3.patching.tree_files import locked
 from megatron_r3.patching.versions import patches_folder, read_versions
 from proof.fidelity import line_checks
-from proof.fidelity.line_checks import Copies, files_and_modes
+from proof.fidelity.line_checks import Copies, Result, files_and_modes
 from proof.fidelity.upstream import FOLDER, MOE, Outcomes, Suite, counts, differing, why
 
 # What `make_copies` copies beside a tree's top-level scripts: the package, and what upstream's unit
 # tests need. A checkout may also hold data and checkpoints, which are not copied.
 COPIED = ("megatron", "tests/unit_tests", "tests/test_utils", "tests/__init__.py")
-Outcome = line_checks.Result
-Checks = dict[str, Callable[[Copies], Outcome]]
+Checks = dict[str, Callable[[Copies], Result]]
 TESTS = tuple(f"{MOE}/test_{name}.py" for name in ("router_replay", "routers", "moe_layer"))
 
 
@@ -141,7 +140,7 @@ def run(checks: Checks, copies: Copies) -> tuple[list[str], list[str]]:
     return list(failed), not_run
 
 
-def again(copies: Copies) -> Outcome:
+def again(copies: Copies) -> Result:
     """Check that the reverted copy, patched again, equals the patched copy byte for byte."""
     third = copies.folder / "again"
     shutil.copytree(copies.unpatched, third, symlinks=True)
@@ -162,7 +161,7 @@ def again(copies: Copies) -> Outcome:
     return True, f"{len(applied.files)} files, every byte"
 
 
-def upstreams_tests(copies: Copies) -> Outcome:
+def upstreams_tests(copies: Copies) -> Result:
     """Check that upstream's own tests in TESTS end alike on the unpatched and the patched copy."""
     files = [file for file in TESTS if (copies.patched / FOLDER / file).is_file()]
     if not files:
