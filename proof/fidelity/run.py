@@ -36,7 +36,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
     parser.add_argument("--quick", action="store_true", help="one case of each kind")
     parser.add_argument("--only", default="", help="cases with this text in their names")
-    parser.add_argument("--verbose", action="store_true", help="print whole errors, not a line")
     args = parser.parse_args(argv)
     cases = [c for c in CASES if args.only in c.name and (c.quick or not args.quick)]
     if not cases:
@@ -58,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"error: {name} can run none of these cases", file=sys.stderr)
             return 2
         with TreeWorker(patched, preload=["megatron.training"]) as worker:
-            rows = run(cases, Table(worker, folder, name), args.verbose)
+            rows = run(cases, Table(worker, folder, name))
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(rows, indent=1) + "\n")
     failed = [row["case"] for row in rows if not passed(row)]
@@ -66,23 +65,22 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def run(cases: list[Case], table: Table, verbose: bool) -> list[dict[str, object]]:
+def run(cases: list[Case], table: Table) -> list[dict[str, object]]:
     """Run some cases, print their rows as they come, and return them."""
     print(HEAD, flush=True)
     rows = []
     for case in cases:
         begin = time.monotonic()
         row = table.row(case)
-        print(f"{_line(row, verbose)}  {time.monotonic() - begin:.1f} s", flush=True)
+        print(f"{_line(row)}  {time.monotonic() - begin:.1f} s", flush=True)
         rows.append(row)
     return rows
 
 
-def _line(row: dict[str, object], verbose: bool) -> str:
+def _line(row: dict[str, object]) -> str:
     head = f"{row['case']:38} {row['world_size']:>5} "
-    if "error" in row:
-        error = str(row["error"])
-        return f"{head} FAILED: {error if verbose else error.strip().splitlines()[-1][:200]}"
+    if "error" in row:  # the JSON file has the whole error
+        return f"{head} FAILED: {str(row['error']).strip().splitlines()[-1][:200]}"
     controls = row["controls"]
     assert isinstance(controls, dict)
     missed = [name for name, caught in controls.items() if not caught]

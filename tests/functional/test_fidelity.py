@@ -53,7 +53,7 @@ def test_the_table_has_no_name_twice() -> None:
 def test_a_case_that_megatron_refuses_is_a_failed_row(
     table: Table, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (row,) = run([Case("bad", 1, "--moe-router-topk 9")], table, verbose=False)
+    (row,) = run([Case("bad", 1, "--moe-router-topk 9")], table)
     assert not passed(row)
     assert "bad" in capsys.readouterr().out
     assert "error" in row
