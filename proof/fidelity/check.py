@@ -1,6 +1,6 @@
 """`make check MEGATRON=DIR`: test a patched tree, above all one that is no release.
 
-    python -m proof.fidelity.check DIR [--only TEXT] [--patches DIR]
+    python -m proof.fidelity.check DIR [--only TEXT]
 
 The checks run on two copies of DIR's files: one as they are now, one with the patches reverted.
 Exit status 0 says that no check failed; DIR's record (`megatron_r3.patching.record`) then has
@@ -54,19 +54,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--only", default="", help="checks with this text in their names; a pass is not recorded"
     )
-    parser.add_argument("--patches", type=Path, help="folder of patches (default: patches/)")
     args = parser.parse_args(argv)
     begin = time.monotonic()
     checks = {name: check for name, check in CHECKS.items() if args.only in name}
     if not checks:
         parser.error(f"no check has {args.only!r} in its name: {', '.join(CHECKS)}")
     try:
-        patches = args.patches or patches_folder()
-        status = _applied(args.tree, patches)
+        status = _applied(args.tree)
         with tempfile.TemporaryDirectory(prefix="check-") as folder:
             name = f"{status.line.name}, {' or '.join(status.names)}"
             print(f"checking {status.root} ({name})")
-            copies = make_copies(status, patches, Path(folder))
+            copies = make_copies(status, Path(folder))
             digest = files_digest(copies.patched)
             with copies:
                 failed, not_run = run(checks, copies)
@@ -88,13 +86,13 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _applied(root: Path, patches: Path) -> TreeStatus:
+def _applied(root: Path) -> TreeStatus:
     """The status of a patched tree.
 
     Raises:
         PatchingError: the tree is in another state.
     """
-    status = identify(root, read_versions(patches))
+    status = identify(root, read_versions(patches_folder()))
     if status.state is not TreeState.APPLIED:
         raise PatchingError(
             f"{status.root} is {status.state.value}, and only a patched tree can be checked: "
@@ -103,7 +101,7 @@ def _applied(root: Path, patches: Path) -> TreeStatus:
     return status
 
 
-def make_copies(status: TreeStatus, patches: Path, folder: Path) -> Copies:
+def make_copies(status: TreeStatus, folder: Path) -> Copies:
     """Copy a patched tree twice, and revert the patches in the second copy."""
     copies = Copies(status.line, ", ".join(status.names), folder)
     for path in (*COPIED, *(script.name for script in status.root.glob("*.py"))):
@@ -116,7 +114,7 @@ def make_copies(status: TreeStatus, patches: Path, folder: Path) -> Copies:
             shutil.copy2(source, target)
     write_record(copies.patched, Record(status.unreleased))
     shutil.copytree(copies.patched, copies.unpatched, symlinks=True)
-    revert_series(copies.unpatched, patches)
+    revert_series(copies.unpatched, patches_folder())
     return copies
 
 
