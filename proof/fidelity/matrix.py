@@ -1,6 +1,6 @@
 """`make matrix`: run the checks on every release line; print a table, write build/matrix.json.
 
-    python -m proof.fidelity.matrix --out build/matrix.json [--repo CLONE] [--line LINE] [--jobs N]
+    python -m proof.fidelity.matrix --out build/matrix.json [--repo CLONE] [--line LINE]
 
 Without --repo the trees are PyPI's packages. With --repo they are commits of CLONE, which have
 upstream's own pretrain_gpt.py too. patches/versions.toml names the packages and the commits. The
@@ -8,8 +8,8 @@ newest tree of each line is checked; with --line each tree of that line.
 
 Without --repo and --line two checks, `replay` and `engine`, are left out on the default tree, for
 which `make test-all` has tests. The other trees share the cases of `replay`: each case runs on one
-tree. Trees are checked in parallel, because many checks leave a core idle. Exit status 0 says that
-no check failed.
+tree. As many trees as there are cores are checked at a time. Exit status 0 says that no check
+failed.
 """
 
 from __future__ import annotations
@@ -52,16 +52,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--repo", type=Path, help="a clone of Megatron-LM with the release tags")
     parser.add_argument("--line", default="", help="one release line only")
     parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
-    parser.add_argument(
-        "--jobs",
-        type=int,
-        default=len(os.sched_getaffinity(0)),
-        help="how many trees are checked at a time (default: the number of cores)",
-    )
     args = parser.parse_args(argv)
     begin = time.monotonic()
-    if args.jobs < 1:
-        parser.error(f"--jobs {args.jobs}: it must be 1 or more")
     try:
         versions = read_versions(patches_folder())
         trees = [*_trees(versions, args.line, args.repo)]
@@ -79,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
     results = []
     # Processes are spawned, because a process that is forked from one with threads may hang.
     spawned = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(args.jobs, len(trees)), spawned) as pool:
+    with ProcessPoolExecutor(min(len(os.sched_getaffinity(0)), len(trees)), spawned) as pool:
         asked = bool(args.line or args.repo)
         checks = [[*CHECKS] if asked else checks_of(versions, tree) for _, tree, *_ in trees]
         older = [(line, source) for line, tree, source, _ in trees if tree != versions.default]
