@@ -251,7 +251,7 @@ def refused(rank: int, name: str) -> str:
         ("experts", "top-2 of 16 experts; this model has top-2 of 8"),
         ("layers", r"no routes for the layers \[3\]"),
         ("dtype", "int64 tensor"),
-        ("rows", "row 27 of 27 rows"),
+        ("rows", "row id 27: these routes have the rows 0 to 26"),
     ],
 )
 def test_what_does_not_fit_is_refused(patched: TreeWorker, name: str, message: str) -> None:
