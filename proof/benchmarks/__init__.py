@@ -1,1 +1,1 @@
-"""Measurements, not tests: ratios of ways that run side by side."""
+"""Benchmarks: what replay, the rollout store and guests cost in time, memory, bytes and waits."""

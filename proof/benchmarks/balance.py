@@ -5,9 +5,9 @@
 The benchmark trains on made-up routes with a given share of the load on the first rank, in three
 ways: without guest slots, with slots that stay empty, and with guests. The table has the load of
 the busiest rank divided by the mean load, and what planning and sending cost for a micro-batch and
-rank. The table also has the time of a step divided by that of the steps without slots in the same
-round: wall time, and CPU time of the busiest rank, of all its work and inside its MoE layers. Exit
-status 1: the load with guests is above the limit of the case.
+rank. The table also has three times of a step, each divided by that of the steps without slots in
+the same round: the wall time, the longest CPU time of a rank, and the longest CPU time of a rank
+inside its MoE layers. Exit status 1: the load with guests is above the limit of the case.
 
 Shape suffixes (docs/glossary.md): L, R.
 """
@@ -50,15 +50,15 @@ from proof.benchmarks.turns import (
 # without guest slots; with slots that stay empty; with guests
 WAYS = OFF, EMPTY, GUESTS = ("off", "empty", "guests")
 ROLLOUTS, BATCH = 32, 4
-NEVER = 1 << 60  # a guest must have so many tokens, and none has
+NEVER = 1 << 60  # as the least number of tokens of a guest: no expert gets one
 
 
 class Case(NamedTuple):
-    """How many ranks share the experts, how many guest slots each has, and how uneven the load is.
+    """How many ranks share the experts, how many slots a rank has, and how uneven the load is.
 
     Attributes:
         share: the first rank's share of the load; 1 / ep is even.
-        limit: with guests, the busiest rank's load divided by the mean load may be at most this.
+        limit: the most that the busiest rank's load with guests, divided by the mean load, may be.
     """
 
     ep: int
@@ -96,8 +96,8 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
 def routes_of(case: Case, store: Path) -> None:
     """Write rollouts whose routes give the first rank its share of the load.
 
-    The other ranks share the rest evenly. The experts of a rank differ too: the hottest one has
-    several times the load of the coldest.
+    The other ranks share the rest of the load evenly. The experts of one rank differ: the hottest
+    expert has several times the load of the coldest.
     """
     rng = np.random.default_rng(0)
     log_weights = _with_shares(rng.standard_normal((LAYERS, 1, EXPERTS)), case, rng)
@@ -111,7 +111,7 @@ def _drawn(log_weights: np.ndarray, tokens: int, rng: np.random.Generator) -> np
 
 
 def _with_shares(log_weights: np.ndarray, case: Case, rng: np.random.Generator) -> np.ndarray:
-    """Log-weights of experts that give each rank its share of the load, found by iteration."""
+    """The log-weights, changed in 30 steps until each rank has its share of the load."""
     rest = (1 - case.share) / (case.ep - 1)
     wanted_R = np.array([case.share] + [rest] * (case.ep - 1))
     for _ in range(30):
@@ -124,11 +124,11 @@ def _with_shares(log_weights: np.ndarray, case: Case, rng: np.random.Generator) 
 
 
 def summarise(results: list[dict[str, Any]]) -> Iterator[Row]:
-    """A row for each way, from what `timed` returned on each rank; every time is the longest."""
+    """A row for each way, from what `timed` returned on each rank; times are the slowest rank's."""
     first = results[0]
     for way in first["wall_s"]:
         mode = way.removesuffix(AGAIN)
-        # each rank's load, in every layer and micro-batch
+        # for each rank its load in each layer and micro-batch
         load_R = np.array([result["load"][mode] for result in results])
         row: Row = {
             "way": way,
@@ -146,7 +146,7 @@ def summarise(results: list[dict[str, Any]]) -> Iterator[Row]:
 
 
 def wrong(row: Row) -> str:
-    """What is wrong with a row: with guests, a load above the limit of its case."""
+    """What is wrong with a row: with guests, a load above the case's limit. Empty: nothing is."""
     if row["way"] != GUESTS or row["load"] <= row["limit"]:
         return ""
     return (
@@ -182,7 +182,7 @@ BENCH = Bench(
 
 
 def timed(rank: int, argv: list[str], most: int) -> dict[str, Any]:
-    """Train with guest slots on; the ways take turns."""
+    """Train a model with guest slots; the steps take the ways in turn."""
     rounds, spent, layers = Rounds(most, WAYS), Spent(), list[_Layer]()
     layer_s: dict[str, list[float]] = {way: [] for way in rounds.ways}
     before = 0.0
@@ -226,15 +226,17 @@ def timed(rank: int, argv: list[str], most: int) -> dict[str, Any]:
 
 
 class Spent:
-    """What this rank spent, and what its plans said.
+    """The CPU time of this rank, the load in its dispatch plans, and its guests.
 
     Attributes:
         layers_s: CPU seconds of this thread inside MoE layers, forward and backward.
-        planning_s: the CPU seconds of planning, by way.
-        plans: how many micro-batches were planned, by way.
-        load: the tokens that came to this rank in each layer and micro-batch, guests' too, by way.
+        planning_s: by way, the CPU seconds of planning.
+        plans: by way, how many micro-batches were planned.
+        load: by way, how many tokens this rank's experts and guests got, for each layer of each
+            micro-batch.
         guests: how many guests this rank had, summed over all micro-batches and layers.
-        bytes: what this rank sent: weights to guests, and gradients back to their own ranks.
+        bytes: how many bytes this rank sent: the weights of its experts to their guests, and the
+            gradients of its guests to the ranks that own the experts.
     """
 
     def __init__(self) -> None:
@@ -244,7 +246,7 @@ class Spent:
         self.guests = self.bytes = 0
 
     def add_plan(self, way: str, plan: Any) -> None:
-        """Count a plan."""
+        """Count a plan, with its load and its guests."""
         self.plans[way] += 1
         for sizes in plan.values():
             self.load[way].append(int(sizes.tokens_per_expert.sum()))
@@ -299,7 +301,7 @@ class _Layer:
 
 
 def _parts_in_turn(spent: Spent, rounds: Rounds) -> Any:
-    """The parts of a training whose steps take the ways in turn."""
+    """The `Parts` of a training whose steps take the ways in turn."""
     from megatron_r3.balance.places import sizes_with_guests
     from megatron_r3.replay.planner import Planner
     from megatron_r3.train.step import Parts

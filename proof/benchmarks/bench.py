@@ -1,4 +1,7 @@
-"""What the benchmarks on the CPU share: options, a table, a record, and the exit status."""
+"""What the benchmarks on the CPU share: options, a table, a record, and the exit status.
+
+A way is one of the variants that a benchmark compares, for example training without replay.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,8 @@ from proof.benchmarks.interval import median_of, shown
 from proof.benchmarks.machine import machine_at_start, write_results
 
 Row = dict[str, Any]
-Seconds = Mapping[str, Sequence[float]]  # one value for each round, by the name of a way
-AGAIN = " again"  # what the second step of the first way in each round is called
+Seconds = Mapping[str, Sequence[float]]  # for the name of each way, its seconds in each round
+AGAIN = " again"  # "live again" is the second step of the first way, "live", in a round
 
 
 @dataclass(frozen=True)
@@ -34,8 +37,9 @@ class Bench:
         cases: what `--only` chooses from, by name; None if there is no such option.
         rounds: the help of `--rounds`; empty if there is no such option.
         default_rounds: the default of `--rounds`.
-        options: more options, texts or whole numbers above 0: the default and the help, by name.
-        about: the end of the page's sentence about a record, with the record's values in braces.
+        options: more options, by name: the default, a text or a whole number above 0; and the help.
+        about: the end of the sentence about a record in README.md; `{NAME}` is a value of the
+            record.
         facts: more values for the record, from the options.
     """
 
@@ -52,7 +56,7 @@ class Bench:
     facts: Callable[[argparse.Namespace], Row] = lambda args: {}
 
     def main(self, argv: Sequence[str] | None = None) -> int:
-        """Measure every case; print and keep each row as it comes."""
+        """Measure, print each row as it comes, write all rows; return the exit status."""
         args = self.parse(argv)
         record = {**machine_at_start(), "device": "cpu, gloo", **self.facts(args)}
         record["most_rounds"] = getattr(args, "rounds", 1)
@@ -76,7 +80,8 @@ class Bench:
         """The options.
 
         Raises:
-            SystemExit: status 2: an option is wrong, or no case has the text of `--only`.
+            SystemExit: status 2: an option is wrong, or no case has the text of `--only` in its
+                name.
         """
         parser = argparse.ArgumentParser(prog=self.name, description=str(self.doc).splitlines()[0])
         add = parser.add_argument
@@ -87,15 +92,15 @@ class Bench:
         for name, (default, what) in options.items():
             add(f"--{name}", type=type(default), default=default, help=f"{what} (%(default)r)")
         if self.cases is not None:
-            add("--only", default="", help=f"cases with this text: {'; '.join(self.cases)}")
+            names = "; ".join(self.cases)
+            add("--only", default="", help=f"only cases with this text in their names: {names}")
         args = parser.parse_args(argv)
         for name in options:
             if isinstance(number := getattr(args, name), int) and number < 1:
-                parser.error(f"--{name} {number}: at least 1")
+                parser.error(f"--{name} {number}: must be at least 1")
         if self.cases is not None:
             args.cases = {name: case for name, case in self.cases.items() if args.only in name}
             if not args.cases:
-                names = "; ".join(self.cases)
                 parser.error(f"--only {args.only}: no case has this in its name: {names}")
         return args
 
@@ -104,10 +109,10 @@ class Bench:
         return [cell(row) for cell in self.columns.values()]
 
     def part(self, path: Path) -> str:
-        """The part of the page about a recorded run.
+        """What README.md has about a recorded run: a sentence on its machine, and the table.
 
         Raises:
-            ValueError: the file is no JSON, or records a rehearsal, which measured nothing.
+            ValueError: the file is no JSON object, or records a rehearsal, which measured nothing.
         """
         try:
             found = dict(json.loads(path.read_text()))
@@ -135,22 +140,22 @@ def line(cells: Iterable[str]) -> str:
 
 
 def number(name: str, form: str = ".0f", times: float = 1.0) -> Callable[[Row], str]:
-    """A cell with a number of the row; empty if the row lacks the number."""
+    """A function from a row to a cell: a number, multiplied; empty if the row has none."""
     return lambda row: "" if row.get(name) is None else format(times * row[name], form)
 
 
 def text(name: str) -> Callable[[Row], str]:
-    """A cell with a value of the row as text; empty if the row lacks the value."""
+    """A function from a row to a cell: a value as text; empty if the row lacks the value."""
     return lambda row: str(row.get(name, ""))
 
 
 def ratio(name: str) -> Callable[[Row], str]:
-    """A cell with a ratio, or with "cannot tell" if the ratio cannot be told from 1."""
+    """A function from a row to a cell: a ratio, or "cannot tell"; empty if the row has none."""
     return lambda row: shown(row[name]) if row.get(name) else ""
 
 
 def recomputed(row: Row) -> str:
-    """A cell that says what is recomputed: full or none."""
+    """The cell that says how much is recomputed: "full" or "none"."""
     return "full" if row["recompute"] else "none"
 
 
@@ -180,7 +185,7 @@ def compared_to_first(seconds: Seconds, way: str) -> dict[str, Any] | None:
 
 
 def compared(seconds: Seconds, way: str, other: str | None) -> dict[str, Any] | None:
-    """The record of the `Median` of `ratios`; None if there is no other way."""
+    """The record of the `Median` of `ratios`; None if `other` is None or the way itself."""
     return None if other in (None, way) else median_of(ratios(seconds, way, str(other))).record()
 
 
@@ -190,5 +195,5 @@ def median_ms(seconds: Sequence[float]) -> float:
 
 
 def each(rows: Iterable[Row], **alike: Any) -> Iterator[Row]:
-    """The rows, each with the values `alike`, which all of them share, before its own."""
+    """Each row, after the values `alike`, which are the same for all rows."""
     return ({**alike, **row} for row in rows)

@@ -1,14 +1,15 @@
-"""`make bench-clients`: replay as frameworks do it, and the same through megatron_r3.
+"""`make bench-clients`: the replay of frameworks, compared with that of megatron_r3.
 
     python -m proof.benchmarks.clients --out build/bench/clients.json [--rounds 8] [--skyrl CLONE]
                                  [--only "EP2 full"]
 
-One model, one batch and its routes, on 1 process and on EP2, without and with full recompute. There
-are two forward steps: that of verl 0.9.1's own engine, and one that is written by hand. In each of
-them replay is done by the framework's code, by the same code on megatron_r3, and by `replaying`.
-The table compares what is counted: waits, copies, collectives, bytes. The ways patch Megatron
-differently, so each has processes of its own, and their times cannot be compared. Exit status 1: a
-router took other routes than those of its micro-batch, or a layer with a dispatch plan waits.
+All ways train one model on one batch and its routes, with EP 1 and EP 2, without and with full
+recompute. There are two training steps: that of verl 0.9.1's own engine, and one that is written by
+hand. In each step the replay is done by the framework's code, by the same code on top of
+megatron_r3, and by `replaying`. The table compares what is counted: waits, copies, collectives,
+bytes. The ways patch Megatron differently, so each way has processes of its own, and their times
+cannot be compared. Exit status 1: a router took other routes than those of its micro-batch, a layer
+with a dispatch plan waits, or the checks of these two could not fail.
 
 Megatron and the frameworks are imported inside the functions.
 
@@ -66,7 +67,7 @@ from proof.fidelity.trees import patched_copy, unpatched_copy
 
 ROOT = Path(__file__).parents[2]
 VERL = "verl-0.9.1"
-START_S = 300.0  # how long ranks may take to start, and to count
+START_S = 300.0  # how many seconds ranks may take to start and to count
 LAYERS, EXPERTS, TOPK = 4, 16, 4
 VOCABULARY, LONGEST = 256, 48
 SIZES = Sizes(LAYERS, 128, 4, EXPERTS, TOPK, 64, LONGEST, 1, VOCABULARY)
@@ -76,7 +77,7 @@ MICROBATCHES = SAMPLES // TOGETHER
 
 
 class Way(NamedTuple):
-    """A way to replay: the worker with the imports of its ranks, and whether layers have plans."""
+    """A way to replay: the worker (`_workers`) that runs it, and whether layers have plans."""
 
     worker: str
     plan: bool = False
@@ -100,12 +101,12 @@ WAYS = {
 
 
 class Case(NamedTuple):
-    """What all ways of a run share.
+    """What all ways of a case share.
 
     Attributes:
-        expert_parallel: how many ranks run, which share the experts.
+        expert_parallel: how many ranks run; they share the experts.
         recompute: whether there is full recompute.
-        skyrl: a folder with SkyRL's files; None leaves its ways out.
+        skyrl: a folder with SkyRL's files; None leaves out the ways of SkyRL.
     """
 
     expert_parallel: int
@@ -113,7 +114,7 @@ class Case(NamedTuple):
     skyrl: Path | None = None
 
     def ways(self) -> list[str]:
-        """The ways that can run."""
+        """The names of the ways that can run."""
         return [name for name in WAYS if self.skyrl or not name.startswith("SkyRL")]
 
 
@@ -169,7 +170,10 @@ def _workers(clients: Path) -> dict[str, tuple[tuple[str, ...], dict[str, str]]]
 
 
 def summarise(name: str, ranks: list[dict[str, Any]]) -> Row:
-    """The row of a way, from what `run_way` returned on each rank: the worst rank counts."""
+    """The row of a way, from what `run_way` returned on each rank.
+
+    Each number is the largest of the ranks; the wrong passes are those of all ranks together.
+    """
 
     def most(key: str, by: str) -> float:
         return max(float(count.get(key, 0) / count[by]) for count in ranks)
@@ -192,20 +196,20 @@ def summarise(name: str, ranks: list[dict[str, Any]]) -> Row:
 
 
 def wrong(row: Row) -> str:
-    """What is wrong with a row: other routes, or a layer with a plan that waits.
+    """What is wrong with a row: other routes, or a layer with a plan that waits. Empty: nothing is.
 
-    The live router would never choose these routes. So the live ways must show wrong passes:
-    without these the check of the other ways could not fail.
+    Live routers choose other routes than those of the batch. So a live way must show wrong passes:
+    if it did not, the check of the other ways could not fail either.
     """
     way, in_layers = WAYS[row["way"]], sum(row[name] for name in (WAITS, COPIES, GATHERS))
     if row["way"] in LIVE and not row["wrong_passes"]:
-        return "the live router takes the routes of the batch, so that nothing is checked"
+        return "the live routers take the routes of the batch, so the check cannot fail"
     if row["way"] not in LIVE and row["wrong_passes"]:
         return f"{row['wrong_passes']} passes took other routes than their micro-batch has"
     if way.plan and in_layers:
         return f"{in_layers:g} waits, copies and collectives in a layer with a plan; expected 0"
     if not way.plan and not in_layers:
-        return "no wait in a layer without a plan, so that waits are not counted"
+        return "no wait was counted in a layer without a plan, so the counting is broken"
     return ""
 
 
@@ -229,7 +233,7 @@ BENCH = Bench(
     CASES,
     "steps of each way, in a case",
     8,
-    {"skyrl": ("", "a clone of NovaSky-AI/SkyRL; without it its ways are left out")},
+    {"skyrl": ("", "a clone of NovaSky-AI/SkyRL; empty leaves out the ways of SkyRL")},
     about="CPU tensors and gloo, verl {verl}",
     facts=lambda args: {"verl": VERL.partition("-")[2]},
 )
@@ -239,7 +243,7 @@ BENCH = Bench(
 
 
 def record(rank: int, case: Case) -> list[np.ndarray]:
-    """The routes of this rank's batch, the same for all ways, made from the live router's."""
+    """The routes of this rank's batch, the same for all ways, made from those of live routers."""
     way, chosen = Rank(rank, "by hand, native", case), []
     for samples in way.batch.microbatches():
         with torch.no_grad(), recording() as routes:
@@ -266,10 +270,10 @@ def run_way(
 
 
 class Rank:
-    """One way on one rank.
+    """The model, the batch and the step of one way, on one rank.
 
     Args:
-        rank: its number among the ranks of the way.
+        rank: the number of this rank.
         name: the name of the way, a key of `WAYS`.
         case: what all ways share.
     """
@@ -292,9 +296,10 @@ class Rank:
         """Run one step and count. Counting stays on, so no step may be timed afterwards.
 
         Returns:
-            Numbers by name: those of `proof.benchmarks.waits`; "experts", the passes of layers;
-            "wrong", the passes of a router that took other routes than those of their micro-batch;
-            "moved", the bytes of routes that were copied to the device; "tokens".
+            Numbers by name: those of `proof.benchmarks.waits`; "experts", the passes of MoE layers;
+            "wrong", the passes of a router that took other routes than those of its micro-batch;
+            "moved", the bytes of routes that were copied to the device; "tokens", those of the
+            batch.
         """
         counts = Counter[str]()
         count_passes([self.chunk], counts)
@@ -324,7 +329,7 @@ class Rank:
         }
 
     def _built(self, name: str) -> tuple[Any, Any, Moved]:
-        """The model of a way, its step, and its count of the bytes that it copies."""
+        """The model of a way, what runs its step, and its count of the bytes of routes moved."""
         around, _, kind = name.partition(", ")
         if around == "verl":
             return self._built_in_verl(kind)
@@ -334,7 +339,7 @@ class Rank:
             sys.path.append(str(self.case.skyrl))
             from skyrl.backends.skyrl_train.utils import replay_utils
 
-            replay_utils.patch_topk_router_layer_number()  # before the model is made
+            replay_utils.patch_topk_router_layer_number()  # it must run before the model is made
         native = kind.startswith("native")
         chunk = self._model(
             moe_router_replay=native, moe_enable_routing_replay=not native and kind != "live"
@@ -354,7 +359,8 @@ class Rank:
 
         put_on_cpu(impl)
         if kind in ("own replay", "on megatron_r3"):
-            # verl's engine begins with this call; ours replaces it if verl loads our module
+            # verl's engine begins with this call. In the worker "verl on r3" verl has loaded
+            # megatron_r3.frameworks.verl, which has replaced the function.
             impl.apply_router_replay_patch()
             chunk, kind = self._model(ask_for_replay), "verl"
         else:
@@ -415,7 +421,7 @@ class Batch:
         tokens: the token ids of each sample, int64.
         responses: how many tokens of each sample are its response.
         routes: the routes of each sample, int16 `[tokens - 1, L, K]`, as an engine returns them:
-            the last token was never forwarded. Empty until `run_way` gets what `record` made.
+            the last token was never forwarded. Empty until `run_way` sets what `record` made.
     """
 
     rank: int
@@ -425,8 +431,8 @@ class Batch:
 
     def __post_init__(self) -> None:
         """Draw the samples."""
-        # The same lengths in every micro-batch and on every rank: otherwise the ranks would wait in
-        # each layer for the one with the most tokens.
+        # Every micro-batch and rank has the same lengths. Otherwise all ranks would wait in each
+        # layer for the rank with the most tokens.
         drawn = np.random.default_rng(0).integers(LONGEST // 2, LONGEST + 1, TOGETHER)
         lengths = np.tile(drawn, MICROBATCHES).tolist()
         rng = np.random.default_rng(1 + self.rank)
@@ -442,16 +448,16 @@ class Batch:
         return sum(map(len, self.tokens))
 
     def turned(self, chosen: list[np.ndarray]) -> list[np.ndarray]:
-        """The routes of a benchmark, from those that the live router chose.
+        """The routes to train on, from those that the live routers chose.
 
-        Half of the number of experts is added to every id, modulo that number. So the spread of
-        the load stays that of live routing, and a replay that silently routes live is found wrong.
-        Example with 16 experts: [0, 3, 9, 15] becomes [8, 11, 1, 7].
+        Each id is moved on by half of the experts. So the spread of the load stays that of live
+        routing, and a replay that silently routes live is found wrong. Example with 16 experts:
+        [0, 3, 9, 15] becomes [8, 11, 1, 7].
         """
         return [(ids_TLK + EXPERTS // 2) % EXPERTS for ids_TLK in chosen]
 
     def wanted(self, samples: range) -> np.ndarray:
-        """The routes of a packed micro-batch `[L, T, K]`; -1 for a token without a route."""
+        """The routes of a packed micro-batch, `[L, T, K]`; -1 for a token without a route."""
         missing = np.full((1, LAYERS, TOPK), -1, np.int16)
         parts = [part for index in samples for part in (self.routes[index], missing)]
         return np.concatenate(parts).transpose(1, 0, 2)
@@ -459,9 +465,8 @@ class Batch:
 
 # -- ways to replay, each as its users would write it; each begins with an engine's arrays
 
-Run = Callable[
-    ..., torch.Tensor
-]  # runs the model on the micro-batch; takes more arguments for the model
+# runs the model on the micro-batch, with more arguments for the model if there are any
+Run = Callable[..., torch.Tensor]
 
 
 @dataclass
@@ -471,36 +476,36 @@ class Moved:
     num_bytes: int = 0
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy on the device."""
+        """Copy a tensor to the device, and count its bytes."""
         self.num_bytes += tensor.nbytes
         return tensor.to(torch.device("cuda"), non_blocking=True, copy=True)
 
 
 class Live:
-    """Without replay."""
+    """Runs the model without replay; the classes of the other ways override its methods."""
 
     def __init__(self, batch: Batch) -> None:
         self.batch, self.moved = batch, Moved()
 
     def begin_step(self) -> None:
-        """What is done once, before the micro-batches of a step."""
+        """Called once, before the micro-batches of a step."""
 
     def forward(self, chunk: Any, samples: range, run: Run) -> torch.Tensor:
         """One forward pass on the packed samples."""
         return run()
 
     def end_step(self) -> None:
-        """What is done once, after the last backward pass of a step."""
+        """Called once, after the last backward pass of a step."""
 
 
 class ByHand(Live):
-    """Upstream's `RouterReplay`, called as its docstrings say, with one copy to the device."""
+    """Replay by Megatron's `RouterReplay`, called as its docstrings say, with one copy of ids."""
 
     def forward(self, chunk: Any, samples: range, run: Run) -> torch.Tensor:
         """Set the targets and the action, run the pass, set the action for backward."""
         from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
-        # a token without a route needs one too, of distinct experts: the dispatcher relies on that
+        # a token without a route needs ids too: the dispatcher relies on K distinct experts
         dummy = np.broadcast_to(np.arange(TOPK, dtype=np.int16), (1, LAYERS, TOPK))
         routes = self.batch.routes
         ids_TLK = np.concatenate([part for i in samples for part in (routes[i], dummy)])
@@ -513,7 +518,7 @@ class ByHand(Live):
         return output
 
     def end_step(self) -> None:
-        """Clear upstream's queues: without recompute nothing takes the routes out of them."""
+        """Clear the queues of `RouterReplay`: without recompute nothing empties them."""
         from megatron.core.transformer.moe.router_replay import RouterReplay
 
         RouterReplay.clear_global_indices()
@@ -521,10 +526,10 @@ class ByHand(Live):
 
 
 class SkyRL(Live):
-    """SkyRL's helpers, called as SkyRL's `megatron_model_wrapper.py` calls them."""
+    """Replay by SkyRL's helpers, called as SkyRL's `megatron_model_wrapper.py` calls them."""
 
     def begin_step(self) -> None:
-        """Pad the routes of the batch as SkyRL's `preprocess.py` does; clear what is left over."""
+        """Clear an earlier replay; pad the routes of the batch as SkyRL's `preprocess.py` does."""
         from skyrl.backends.skyrl_train.utils import replay_utils
 
         replay_utils.clear_router_replay()
@@ -564,14 +569,14 @@ class SkyRL(Live):
         return output
 
     def end_step(self) -> None:
-        """Clear, as the end of SkyRL's `router_replay_schedule` does."""
+        """Clear the replay, as the end of SkyRL's `router_replay_schedule` does."""
         from skyrl.backends.skyrl_train.utils import replay_utils
 
         replay_utils.clear_router_replay()
 
 
 class Native(Live):
-    """`replaying`, from arrays on the host.
+    """Replay by `replaying`, from arrays on the host.
 
     Args:
         chunk: the model, with `moe_router_replay`.
@@ -644,8 +649,8 @@ class InVerl:
     Args:
         batch: what this rank trains on; the first step reads its routes.
         chunk: the model.
-        way: "live", "verl" (verl's own calls, on whatever hooks the routers have), "native" or
-            "native, plan".
+        way: "live"; "verl", for verl's own calls, which set routes in verl's hooks or in those of
+            megatron_r3; "native" or "native, plan", for `replaying`.
     """
 
     def __init__(self, batch: Batch, chunk: Any, way: str) -> None:
@@ -695,7 +700,7 @@ class InVerl:
 
 
 def natively(theirs: Callable[..., Any], model_routes: ModelRoutes) -> Callable[..., Any]:
-    """verl's forward step inside `replaying`; verl gets no routes, and sets none in a router."""
+    """verl's forward step inside `replaying`; verl gets no routes, so it sets none in a router."""
 
     def forward_step(batches: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
         batch = next(batches)
@@ -707,10 +712,10 @@ def natively(theirs: Callable[..., Any], model_routes: ModelRoutes) -> Callable[
 
 
 def routes_of(batch: Any, model_routes: ModelRoutes) -> MicrobatchRoutes:
-    """The routes of verl's micro-batch, while that is still on the host.
+    """Make the routes of verl's micro-batch, whose tensors are still on the host.
 
-    The row ids go through verl's own packing like tokens, and get its context-parallel split and
-    its padding. Rows are numbered from 1 there, since verl pads with zeros.
+    The row ids go through verl's own packing like tokens, and so get verl's context-parallel split
+    and padding. In the packing they count from 1, since verl pads with zeros.
     """
     from verl.models.mcore.util import preprocess_thd_engine
 

@@ -1,12 +1,13 @@
-"""`make bench-dispatch`: what a MoE layer waits for and a step costs, with and without a plan.
+"""`make bench-dispatch`: the waits of a MoE layer and the time of a step, with and without a plan.
 
     python -m proof.benchmarks.dispatch --out build/bench/dispatch.json [--rounds 256] [--only CASE]
 
 The benchmark trains in three ways on the same rollouts at the same load (the routes are those of
-the live router): live, replayed without a plan, and replayed with one. The table has host waits,
-copies and collectives for each MoE layer and pass. The table also has the time of a step divided by
-that of the two live steps in the same round: wall time, and CPU time of the busiest rank. Exit
-status 1: a layer with a plan waits, or one without a plan does not, so the counting is broken.
+the live router): live, replayed without a dispatch plan, and replayed with a plan. The table has
+host waits, copies and collectives for each MoE layer and pass. The table also has the time of a
+step divided by that of the two live steps in the same round: wall time, and CPU time of the busiest
+rank. Exit status 1: a layer with a plan waits; or a layer without a plan does not wait, which means
+that the counting is broken.
 """
 
 from __future__ import annotations
@@ -70,7 +71,10 @@ def summarise(result: dict[str, Any]) -> Iterator[Row]:
 
 
 def wrong(row: Row) -> str:
-    """With a plan a layer must not wait, copy or gather; without one, it must wait and copy."""
+    """What is wrong with a row; empty if nothing is.
+
+    A layer with a plan must not wait, copy or gather; a layer without a plan must wait and copy.
+    """
     in_layer = sum(row[name] for name in (WAITS, COPIES, GATHERS))
     if row["mode"] != PLAN:
         return (
@@ -121,12 +125,12 @@ BENCH = Bench(
 
 @dataclass
 class Spent:
-    """CPU seconds of this rank's threads.
+    """What planning and checking took on this rank.
 
     Attributes:
-        planning: spent on planning micro-batches.
+        planning: CPU seconds of planning micro-batches.
         plans: how many micro-batches were planned.
-        checking: spent by the guard, which checks a step before its update (train/guard.py).
+        checking: CPU seconds of the guard, which checks a step before its update (train/guard.py).
     """
 
     planning: float = 0.0
@@ -135,7 +139,7 @@ class Spent:
 
 
 def timed(rank: int, argv: list[str], microbatch: int, most: int) -> dict[str, Any]:
-    """Train; the ways take turns."""
+    """Train; the steps take the ways in turn."""
     rounds, spent = Rounds(most, MODES), Spent()
     parts = _parts_in_turn(spent, rounds)
     result = train_in_turn(argv, rounds, parts, batch=(microbatch, ROLLOUTS), counts=Counter())
@@ -147,7 +151,7 @@ def timed(rank: int, argv: list[str], microbatch: int, most: int) -> dict[str, A
 
 
 def _parts_in_turn(spent: Spent, rounds: Rounds) -> Any:
-    """The parts of a training whose steps are live, replayed, and replayed with a plan in turn."""
+    """The `Parts` of a training whose steps take the three ways in turn."""
     from megatron_r3.replay.planner import Planner
     from megatron_r3.train.dataset import SEQUENCE_FIELDS
     from megatron_r3.train.guard import StepGuard

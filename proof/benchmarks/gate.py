@@ -3,13 +3,13 @@
     python -m proof.benchmarks.gate --out build/bench/gate.json [--only TEXT]
 
 Each kernel is compiled for a Hopper GPU (sm_90) as it is compiled at run time, for the shapes of
-models, and its machine code is read. Two times of an SM of an H100 are worked out: "issue", in
-which the SM issues the instructions of a row, four a clock, and "memory", in which the SM's share
-of the bandwidth moves the row's bytes. Where "issue / memory" is below 1, the bytes are the limit.
-Nothing here is a measured time.
+models, and its machine code is read. For one SM of an H100 two durations are worked out: "issue",
+in which the SM issues the instructions of a row, four a clock, and "memory", in which the SM's
+share of the bandwidth moves the row's bytes. Where "issue / memory" is below 1, the bytes are the
+limit. Nothing here is a measured time.
 
-Bytes of a row: gathered logits count in whole sectors of 32 bytes, as many sectors as K experts in
-random places are expected to touch. Ids, results and rows that are read whole count as they are.
+Of the bytes of a row, gathered logits count in whole sectors of 32 bytes: as many sectors as K
+random experts are expected to touch. Ids, results and rows that are read whole count as they are.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ BYTES_PER_CLOCK = 3.0e12 / 132 / 1.755e9
 INSTRUCTIONS_PER_CLOCK = 4
 SECTOR = 32
 MEMORY = ("LDG", "STG", "ATOM", "ATOMG", "RED", "REDG")  # instructions that use global memory
-MOST = 0.35  # limit of issue / memory
+MOST = 0.35  # the limit of "issue / memory"
 # The limit for a pass that counts mismatches; a sigmoid router works out every score of a row.
 MOST_COUNTED = {"softmax": 0.55, "sigmoid": 0.75}
 
 
 class Case(NamedTuple):
-    """A model's router: E, K, the dtypes of logits and ids, and the function of its scores."""
+    """A model's router: E, K, the dtypes of logits and ids, and the score function."""
 
     num_experts: int
     topk: int
@@ -65,7 +65,7 @@ class Code(NamedTuple):
     """A kernel's machine code.
 
     Attributes:
-        rows: how many rows a program, which is one warp, works on.
+        rows: how many rows one program of the kernel, which is one warp, works on.
         registers: how many registers a thread has.
         stack: bytes of a thread that do not fit into registers.
         instructions: how many instructions a warp runs.
@@ -82,9 +82,9 @@ class Code(NamedTuple):
 def compiled(
     kernel: Any, case: Case, absent: tuple[str, ...] = (), **others: int
 ) -> tuple[Any, int]:
-    """A kernel for sm_90, and how many rows a program of it has.
+    """Compile a kernel for sm_90; return it, and the number of rows of one of its programs.
 
-    Pointers are divisible by 16, as those of new tensors are.
+    Pointers are taken to be divisible by 16, as those of new tensors are.
 
     Args:
         absent: the names of pointers that are None.
@@ -116,7 +116,7 @@ def compiled(
 
 
 def code_of(made: Any, rows: int) -> Code:
-    """What NVIDIA's own tools, which come with Triton, say of a compiled kernel."""
+    """The machine code of a compiled kernel, read by NVIDIA's tools, which come with Triton."""
     import triton
 
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -126,9 +126,8 @@ def code_of(made: Any, rows: int) -> Code:
         usage = _said(tools / "cuobjdump", "-res-usage", file.name)
         listing = _said(tools / "nvdisasm", "-c", file.name)
     lines = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?([A-Z][\w.]*)", listing, re.M)
-    names = [
-        name for name in lines if not name.startswith(("NOP", "BRA"))
-    ]  # the padding at the end
+    # the code ends with padding: a branch to itself, and NOPs
+    names = [name for name in lines if not name.startswith(("NOP", "BRA"))]
     return Code(
         rows,
         int(re.findall(r"REG:(\d+)", usage)[0]),
@@ -156,7 +155,10 @@ def row_bytes(case: Case, kernel: str) -> float:
 
 
 def measure(args: argparse.Namespace) -> Iterator[Row]:
-    """A row for each kernel of each case; the ratio of "counted" is with the forward kernel."""
+    """A row for each kernel of each case.
+
+    The ratio of "counted" is that of this kernel and the forward kernel together.
+    """
     from megatron_r3.replay.gate.triton_kernels import gate_backward, gate_choose, gate_forward
 
     for name, case in args.cases.items():
@@ -186,7 +188,7 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
             }
 
 
-# The pointers that are None in the counting kernel. No row is live; a softmax has no bias.
+# The pointers that are None in the counting kernel: no row routes live, and a softmax has no bias.
 _UNLESS_LIVE = {
     "softmax": ("live_ptr", "used_ptr", "bias_ptr"),
     "sigmoid": ("live_ptr", "used_ptr"),

@@ -35,9 +35,9 @@ class Median:
     """The Hodges-Lehmann median of some ratios, and the interval in which the true ratio lies.
 
     Attributes:
-        median: of the geometric means of all pairs.
-        low, high: the bounds of the interval at `CONFIDENCE`. With fewer than 8 values there is no
-            such interval; then low is -inf and high is inf.
+        median: the median of the geometric means of all pairs of ratios.
+        low, high: the bounds of the interval at the confidence that was asked for. If there are
+            too few values for an interval (fewer than 8 at 99 %), low is -inf and high is inf.
         count: how many values there were.
     """
 
@@ -56,7 +56,7 @@ class Median:
         return self.high - self.low < abs(self.median - 1.0)
 
     def record(self) -> dict[str, Any]:
-        """The fields and `tells`, for a record; a bound that is infinite here is None there."""
+        """The fields and `tells`, as a dict for JSON; an infinite bound becomes None."""
         bounds = {"low": self.low, "high": self.high}
         finite = {
             name: value if abs(value) != float("inf") else None for name, value in bounds.items()
@@ -123,7 +123,7 @@ def shown(record: Mapping[str, Any]) -> str:
     """The cell of a table for a ratio: the number with its interval, or "cannot tell".
 
     Args:
-        record: what `Median.record` made, also when it was read from JSON.
+        record: what `Median.record` returned, or the same read from JSON.
 
     Returns:
         For example "0.930 (0.911 to 0.952)", "cannot tell (0.970 to 1.030)", or "cannot tell (3
@@ -141,10 +141,10 @@ def shown(record: Mapping[str, Any]) -> str:
 def turn(ways: Sequence[Way], number: int) -> list[Way]:
     """The order of the ways in a round.
 
-    Each even round begins one way later than the even round before it; the odd round that follows
-    is its mirror image. So every way is in every place equally often, and before a neighbour as
-    often as behind it. Three ways a, b, c have all six orders in six rounds: abc cba bca acb cab
-    bac.
+    Each even round begins one way later than the even round before it, and each odd round is the
+    mirror image of the even round before it. So every way comes at every position equally often,
+    and before another way as often as after it. Example: in six rounds the ways a, b, c have the
+    orders abc cba bca acb cab bac.
 
     Args:
         ways: what is measured.

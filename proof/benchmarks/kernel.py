@@ -3,16 +3,16 @@
     python -m proof.benchmarks.kernel --out build/bench/kernel.json [--megatron DIR]
     python -m proof.benchmarks.kernel --out build/bench/kernel.json --device cpu --rehearse
 
-It times the kernel, forward and backward, beside four other ways: (a) the chain of torch calls that
+It times a kernel, forward and backward, beside four other ways: (a) the chain of torch calls that
 Megatron-LM runs under replay (with --megatron: Megatron's own function); (b) that chain under
 torch.compile; (c) Transformer Engine's fused gate, if it is installed, with its live top-k over all
 experts, and for a model with groups of experts also with these groups; (d) copies of the same
 bytes. All ways are timed in turn in one run, with the caches flushed before each call, until the
 kernel's ratios to (a), (c) and (d) can be told from 1, or to the largest number of rounds. A ratio
 is the median over rounds, with its interval at 99 %. A ratio whose interval is wider than its
-distance from 1 is shown as "cannot tell". The benchmark needs torch and Triton alone. A rehearsal
-runs the plain reference on tiny shapes; its times say nothing. The exit status is 1 if two ways do
-not agree.
+distance from 1 is shown as "cannot tell". The benchmark needs torch, numpy and Triton alone. A
+rehearsal runs the plain reference on tiny shapes; its times say nothing. The exit status is 1 if
+two ways do not agree, and 2 without a GPU.
 
 Shape suffixes (docs/glossary.md): T, E.
 """
@@ -46,7 +46,7 @@ from proof.benchmarks.machine import device_of, machine_of, write_results
 from proof.benchmarks.timer import Timer, Times, ratio_of
 
 TOKENS = (1024, 4096, 16384, 65536)
-# for each ratio the way that the others are compared with; below 1 is faster than that way
+# for each ratio the way by whose time the time of a way is divided
 RATIOS = {"of_unfused": UNFUSED, "of_te": TE, "of_copies": FLOOR}
 COLUMNS = {
     **{name: text(name) for name in ("model", "dtype", "tokens", "pass", "way")},
@@ -62,7 +62,10 @@ COLUMNS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Time every model, number of tokens, way and pass; write after each number of tokens."""
+    """Time each way and pass, by model and number of tokens; return the exit status.
+
+    The record is written after each number of tokens.
+    """
     args = _arguments(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
         print("error: no CUDA device here; --device cpu --rehearse runs it all", file=sys.stderr)
@@ -87,9 +90,9 @@ def main(argv: list[str] | None = None) -> int:
     wrong = [row for row in rows if not row.get("agrees", True)]
     for row in wrong:
         what = (
-            "the kernel computes other weights for its experts"
+            "the kernel computes other weights for the experts of this way"
             if row["way"] in OF_OTHERS
-            else "its results are not those of (a)"
+            else "the results of this way are not those of (a)"
         )
         print(f"error: {row['model']}, {row['way']}: {what}", file=sys.stderr)
     return 1 if wrong else 0
@@ -98,9 +101,9 @@ def main(argv: list[str] | None = None) -> int:
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="kernel", description=str(__doc__).splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="a file or a folder to write to")
-    parser.add_argument("--megatron", type=Path, help="a Megatron-LM tree whose function (a) calls")
+    parser.add_argument("--megatron", type=Path, help="a Megatron-LM tree: (a) calls its code")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--rehearse", action="store_true", help="tiny shapes, to see that it runs")
+    parser.add_argument("--rehearse", action="store_true", help="tiny shapes, to try the program")
     parser.add_argument("--models", nargs="+", choices=MODELS, help="default: all")
     args = parser.parse_args(argv)
     if args.device == "cpu" and not args.rehearse:
@@ -111,7 +114,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 def timed(
     inputs: Inputs, timer: Timer, args: argparse.Namespace, most: int
 ) -> list[dict[str, Any]]:
-    """A row for each way and pass, with its ratios, and a row for each way that did not run."""
+    """A row with ratios for each way and pass, and a row for each way that cannot run."""
     compiler = "aot_eager" if args.rehearse else "inductor"
     calls: dict[str, dict[str, Any]] = {
         direction: {FLOOR: call} for direction, call in floor(inputs).items()
@@ -148,7 +151,7 @@ def timed(
 def _outputs(
     gate: Any, inputs: Inputs, calls: dict[str, dict[str, Any]], name: str
 ) -> tuple[torch.Tensor, ...]:
-    """Run both passes once, add them to `calls`, and return probabilities, gradient and map."""
+    """Run both passes once, and add them to `calls`; return probabilities, gradient and map."""
     probs_TE, map_TE = gate(inputs.logits_TE)
 
     def backward() -> torch.Tensor:
@@ -168,7 +171,7 @@ def _found(times: Times, name: str, of: str) -> dict[str, Any] | None:
 
 
 def _spread(times_us: list[float]) -> dict[str, float]:
-    """The median, and the 10th and 90th percentile, of microseconds."""
+    """The median, the 10th and the 90th percentile of microseconds."""
     deciles = statistics.quantiles(times_us, n=10, method="inclusive")
     return {"us": statistics.median(times_us), "low_us": deciles[0], "high_us": deciles[-1]}
 
@@ -176,8 +179,8 @@ def _spread(times_us: list[float]) -> dict[str, float]:
 def _checked(name: str, outputs: dict[str, tuple[torch.Tensor, ...]], inputs: Inputs) -> bool:
     """Whether a way computes what (a) computes.
 
-    Transformer Engine's top-k is live and takes other experts than the recorded ones. So there the
-    kernel replays the experts that Transformer Engine chose, and must compute the same weights.
+    Transformer Engine's top-k is live and takes other experts than the recorded ones. So for a way
+    of Transformer Engine the kernel replays its experts, and must compute the same weights.
     """
     if name not in OF_OTHERS:
         return agree(outputs[name], outputs[UNFUSED], inputs.upstream_TE)

@@ -1,7 +1,7 @@
 """The ways to compute a router's weights and map, which `proof.benchmarks.kernel` compares.
 
-The ways need torch, and Triton on a GPU. Megatron-LM and Transformer Engine are needed only by the
-ways that call their functions.
+The kernel needs torch, and Triton on a GPU. Megatron-LM and Transformer Engine are needed only by
+the ways that call functions of these packages.
 
 Shape suffixes (docs/glossary.md): T, K, E.
 """
@@ -118,8 +118,9 @@ def replay_of(map_TE: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
 def floor(inputs: Inputs) -> dict[str, Callable[[], Any]]:
     """(d): plain fills and gathers of the bytes that each pass must move.
 
-    The forward pass reads the logits of the given experts and writes probabilities and map; the
-    backward pass reads these logits and the gradient of these probabilities, and writes a gradient.
+    The forward pass reads the logits of the given experts, and writes probabilities and map. The
+    backward pass reads the logits of these experts and the gradient of their probabilities, and
+    writes the gradient of all logits.
     """
     logits_TE, ids_TK = inputs.logits_TE.detach(), inputs.ids_TK.long()
     out_TE = torch.empty_like(logits_TE)
@@ -140,7 +141,7 @@ def floor(inputs: Inputs) -> dict[str, Callable[[], Any]]:
 
 
 def kernel_of(inputs: Inputs, ids_TK: Tensor | None = None) -> Gate:
-    """The kernel (on a CPU the plain reference) with the recorded ids, or with `ids_TK`."""
+    """The kernel (on a CPU the plain reference) with `ids_TK`; None stands for the recorded ids."""
     ids_TK = inputs.ids_TK if ids_TK is None else ids_TK
     options = GateOptions(
         score_function=inputs.model.score_function, scaling_factor=inputs.model.scaling_factor
@@ -154,9 +155,9 @@ def kernel_of(inputs: Inputs, ids_TK: Tensor | None = None) -> Gate:
 
 
 def unfused_of(inputs: Inputs) -> Gate:
-    """What `topk_routing_with_score_function` of Megatron 0.19 does under replay.
+    """What `topk_routing_with_score_function` of Megatron 0.19 computes under replay.
 
-    The code follows megatron/core/transformer/moe/moe_utils.py, with `replayed_topk` for its top-k.
+    The code follows megatron/core/transformer/moe/moe_utils.py, with `replayed_topk` as its top-k.
     """
     model = inputs.model
 
@@ -182,7 +183,7 @@ def unfused_of(inputs: Inputs) -> Gate:
 
 
 class _Replay:
-    """Gives Megatron's router the recorded experts, by the method of Megatron's `RouterReplay`."""
+    """Gives Megatron's router the recorded experts, by a method of Megatron's `RouterReplay`."""
 
     def __init__(self, ids_TK: Tensor) -> None:
         self.ids_TK = ids_TK
@@ -240,8 +241,8 @@ def agree(got: tuple[Tensor, ...], want: tuple[Tensor, ...], upstream_TE: Tensor
         got, want: probabilities, gradient of the logits, and map, each `[T, E]`.
         upstream_TE: the gradient of the probabilities.
 
-    Allowed are 64 roundings of float32 arithmetic on numbers as large as the largest, and two
-    roundings to the dtype of the result.
+    A value may differ by 64 roundings of float32 at the largest value, and by two roundings to the
+    dtype of the result.
     """
     (*got_values, got_map_TE), (*want_values, want_map_TE) = got, want
     if not torch.equal(got_map_TE, want_map_TE):

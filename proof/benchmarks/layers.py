@@ -11,13 +11,13 @@ each stands next to a step of the way that it is compared with. The way "live" i
 steps, which shows how much two equal steps differ. A ratio is a median with its interval at 99 %. A
 ratio whose interval is wider than its distance from 1 is shown as "cannot tell".
 
-With `--spec local` attention is unfused and the host launches every expert, so a step is longer
+With `--spec local` attention is unfused and the host launches each expert, so a step is longer
 than with Transformer Engine (`--spec te`), and ratios are nearer to 1. The benchmark needs torch,
 Triton, and what TREE imports (numpy, packaging). A rehearsal runs tiny layers, whatever sizes are
 asked for, with the plain reference of the gate; its times say nothing. The record is written after
 each measurement; its name has model, spec and sequence: "layers Qwen3-30B-A3B te 8192". The exit
-status is 1 if loss or router gradients of a way are not those of live, and 77 if there is no
-Transformer Engine for `--spec te`.
+status is 1 if loss or router gradients of a way are not those of live, 2 without a GPU, and 77 if
+there is no Transformer Engine for `--spec te`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ COLUMNS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure every way, without and with full recompute."""
+    """Measure each way, without and with full recompute; return the exit status."""
     args = _arguments(argv)
     cuda = args.device == "cuda"
     missing = no_transformer_engine() if args.spec == "te" else None
@@ -104,7 +104,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="a file or a folder to write to")
     parser.add_argument("--megatron", type=Path, required=True, help="a patched tree of 0.19")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--rehearse", action="store_true", help="tiny layers, to see that it runs")
+    parser.add_argument("--rehearse", action="store_true", help="tiny layers, to try the program")
     parser.add_argument("--model", choices=MODELS, default=next(iter(MODELS)))
     parser.add_argument("--spec", choices=SPECS, default="local", help="te: Transformer Engine")
     parser.add_argument(
@@ -114,7 +114,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
         "--seconds",
         type=float,
         default=180.0,
-        help="the most seconds without recompute, and again with it (default: 180)",
+        help="the most seconds of timing without recompute, and as many with it (default: 180)",
     )
     for field in fields(Sizes):
         flag = "--" + field.name.replace("_", "-")
@@ -124,7 +124,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--device cpu needs --rehearse: a CPU's times say nothing here")
     args.rounds = args.rounds or (3 if args.rehearse else 64)
     if args.rounds < 2:
-        parser.error("--rounds: at least 2")
+        parser.error(f"--rounds {args.rounds}: must be at least 2")
     return args
 
 
@@ -142,11 +142,11 @@ def _name(args: argparse.Namespace) -> str:
 
 
 def _import_tree(tree: Path, cuda: bool) -> None:
-    """Import Megatron from the tree; on a CPU under `megatron_r3.cpu`, which lets it run there."""
+    """Import Megatron from the tree; without CUDA, run `megatron_r3.cpu.install` first."""
     # torch.use_deterministic_algorithms needs this variable; it must be set before CUDA starts
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # Each expert gets another number of tokens, so blocks of many sizes are freed; without this
-    # variable, that memory would be too fragmented for the next step.
+    # Each expert gets a different number of tokens, so blocks of many sizes are freed. Without this
+    # variable the freed memory would be too fragmented for the next step.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     sys.path.insert(0, str(tree))
     if not cuda:
@@ -174,7 +174,7 @@ def _version() -> str:
 def measured(
     stack: Stack, args: argparse.Namespace, keep: Callable[[list[dict[str, Any]]], Any]
 ) -> list[dict[str, Any]]:
-    """A row for each way, without and with recompute; `keep` gets all rows at every change."""
+    """A row for each way, without and with recompute; `keep` gets all rows whenever one changes."""
     waits = measure.Waits(stack)
     if waits.broken:
         stack.skipped["host waits"] = waits.broken
@@ -202,7 +202,8 @@ def _parts(
     add: Callable[[measure.Found], None],
 ) -> None:
     """Measure without recompute, or with it; `add` gets the values of each measurement."""
-    # tolerances that rounding explains: bfloat16 has 8 bits; the loss is a mean of many tokens
+    # Tolerances of loss and gradients that rounding explains: bfloat16 has 8 bits, and the loss is
+    # a mean over many tokens.
     add(measure.check(stack, recompute, (1e-3, 2e-2) if stack.cuda else (1e-6, 1e-4)))
     add(waits.count(recompute))
     if stack.cuda:
@@ -213,7 +214,7 @@ def _parts(
 
 
 def _out_of_memory(part: Callable[[], None]) -> str | None:
-    """Run a part; if memory runs out, return a reason with what the tensors took."""
+    """Run `part`; if memory runs out, return a text with the GiB of tensors, else None."""
     try:
         part()
         return None

@@ -20,14 +20,14 @@ Found = dict[str, dict[str, Any]]  # what was measured, by the name of the way
 PER_LAYER, PAGEABLE = "host waits per layer", "pageable copies to the device"
 SYNCHRONISE = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 TO_HOST = "Memcpy DtoH"
-# A copy from pageable memory, in which CUDA may make the host wait without any of the calls above,
-# if the copy is larger than 64 KiB.
+# A copy from pageable memory. If the copy is larger than 64 KiB, CUDA may make the host wait in it
+# without any of the calls above.
 FROM_PAGEABLE = "Memcpy HtoD (Pageable"
 
 
 @contextmanager
 def _counted_calls(counts: Counter[str], stack: Stack) -> Iterator[None]:
-    """Until the block ends, count the passes of all routers, and the calls of the fused gate."""
+    """Count the passes of all routers ("routers") and of the fused gate ("gate") in the block."""
     gate = gate_for(stack.routers[0].weight.device)
 
     def counted(inputs: GateInputs, options: GateOptions) -> GateOutput:
@@ -47,23 +47,23 @@ def _counted_calls(counts: Counter[str], stack: Stack) -> Iterator[None]:
 
 
 def check(stack: Stack, recompute: bool, tolerances: tuple[float, float]) -> Found:
-    """Compare what every way computes with what live computes.
+    """Compare the loss and the router gradients of each way with those of live.
 
-    Torch's deterministic algorithms are on here, so that torch adds every sum in one order; they
-    are off when steps are timed. A live step is taken twice. If its two losses are bitwise equal,
-    as they are without Transformer Engine, then unfused replay must give the same loss, bitwise.
+    Torch's deterministic algorithms are on here, so that torch adds each sum in one order; they
+    are off when steps are timed. A live step is taken twice. If the two live losses are bitwise
+    equal, as they are without Transformer Engine, an unfused way must give the same loss, bitwise.
 
     Args:
-        tolerances: the largest relative distance from live that is allowed: first of the loss, for
-            a fused way and where two live steps differ; then of the router gradients.
+        tolerances: the largest relative distances from live that are allowed: that of the loss (for
+            a fused way, and for all if the two live losses differ), and that of the gradients.
 
     Returns:
         For each way the relative distances of loss and router gradients from live, the distance of
-        two live losses ("repeat_error"), the (token, layer) pairs for which live routers differ
-        ("mismatched", None for a way that does not count them), and "agrees".
+        two live losses ("repeat_error"), the number of (token, layer) pairs whose live experts
+        differ ("mismatched", None for a way that does not count them), and "agrees".
 
     Raises:
-        AssertionError: a step did not run as its name says.
+        AssertionError: the routers or the fused gate ran more or less often than the way demands.
     """
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -91,8 +91,8 @@ def _check(stack: Stack, recompute: bool, tolerances: tuple[float, float]) -> Fo
             "agrees": loss_error <= allowed and gradient_error <= tolerances[1],
         }
         if way.fused and not way.replays:
-            # Among equal bfloat16 logits Transformer Engine's top-k takes other experts, too few to
-            # change the loss much. So only the loss is compared.
+            # Among equal bfloat16 logits Transformer Engine's top-k may take other experts. Such
+            # tokens are too few to change the loss much, so only the loss is compared.
             found[name]["agrees"] = loss_error <= 10 * tolerances[0]
     return found
 
@@ -118,16 +118,16 @@ def _checked_step(stack: Stack, name: str, recompute: bool) -> tuple[torch.Tenso
 def timed(
     stack: Stack, recompute: bool, most: int, seconds: float, keep: Callable[[Found], None]
 ) -> None:
-    """Step times of each way, each next to a step of the way that it is compared with.
+    """Time steps of each way, each next to a step of the way `beside` that it is compared with.
 
-    Every round takes all ways in turn. In odd rounds the way goes before its neighbour, in even
-    rounds after it, so that a machine that slows down or speeds up favours neither. The first two
-    rounds warm up and do not count. The timing stops when every way but live, which is compared
-    with itself, can be told from its neighbour; after `most` rounds; or when one more round would
-    end later than `seconds` after the start.
+    A round takes all ways in turn. In odd rounds a step of the way goes before that of `beside`, in
+    even rounds after it, so that a machine that slows down or speeds up favours neither way. The
+    first two rounds warm up and do not count. The timing stops when every ratio but that of live to
+    itself can be told from 1; after `most` rounds; or when one more round would end later than
+    `seconds` after the start.
 
     Args:
-        keep: gets what was found so far, at each look.
+        keep: gets what was found so far, after some numbers of rounds (`LOOKS`) and at the end.
     """
     pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in stack.ways}
     began = time.perf_counter()
@@ -140,7 +140,7 @@ def timed(
             if number >= 2:
                 pairs[name].append((span_s[0], span_s[1]))
         done, spent = number - 1, time.perf_counter() - began
-        late = spent * (done + 3) / (done + 2) > seconds  # where one more round would end
+        late = spent * (done + 3) / (done + 2) > seconds  # when one more round would end
         told = [[a / b for a, b in of_way] for name, of_way in pairs.items() if name != "live"]
         stop = done >= 1 and (late or enough(told, most))
         if stop or done in LOOKS:
@@ -158,7 +158,7 @@ def _timed_step(stack: Stack, way: Any, recompute: bool) -> float:
 
 
 def _summary(pairs: list[tuple[float, float]]) -> dict[str, Any]:
-    """The median time of steps, and the median ratio to their neighbours with its interval."""
+    """The median time of a way's steps, and the median ratio to the steps beside them."""
     times_ms = sorted(1e3 * step_s for step_s, _ in pairs)
     ratio = median_of([step_s / neighbour_s for step_s, neighbour_s in pairs])
     spread = {"low_ms": times_ms[0], "high_ms": times_ms[-1]}  # the fastest and the slowest
@@ -166,7 +166,11 @@ def _summary(pairs: list[tuple[float, float]]) -> dict[str, Any]:
 
 
 def peak_memory(stack: Stack, recompute: bool) -> Found:
-    """The peak of allocated memory in a step of each way: in all, and above that at its start."""
+    """The peak of allocated memory in a step of each way, in MiB.
+
+    Returns:
+        "peak_mb": the peak; "step_mb": the peak less what was allocated when the step began.
+    """
     memory = {}
     for name, way in stack.ways.items():
         stack.gpt.zero_grad(set_to_none=True)
@@ -188,7 +192,7 @@ class Waits:
     instrumented.
 
     Attributes:
-        broken: which calls the profiler misses, so that its counts would be void; None if none.
+        broken: what the profiler misses, so that its counts would be void; None if it works.
     """
 
     def __init__(self, stack: Stack) -> None:
@@ -197,9 +201,9 @@ class Waits:
         self._count = _profiled if stack.cuda else _instrumented(stack)
 
     def count(self, recompute: bool) -> Found:
-        """The counts of a step of each way, and its waits for each pass of a MoE layer.
+        """The counts of a step of each way, and the waits divided by the passes of MoE layers.
 
-        All of these are None if the profiler is broken.
+        All numbers are None if the profiler is broken.
         """
         if self.broken:
             none = dict.fromkeys((WAITS, PER_LAYER, COPIES, PAGEABLE))
@@ -219,8 +223,8 @@ class Waits:
 def _instrumented(stack: Stack) -> Callable[[Callable[[], None]], dict[str, int]]:
     counts: Counter[str] = Counter()
     instrument(counts)
-    # `instrument` knows a tensor's place only if the tensor was made after it, so the plan is made
-    # again.
+    # Only of tensors that are made after `instrument` it is known whether they are on the host. So
+    # the plan is made again.
     stack.plan()
     for layer in stack.layers:
         for name in ("sort_input_by_local_experts", "restore_output_by_local_experts"):
@@ -237,7 +241,7 @@ def _instrumented(stack: Stack) -> Callable[[Callable[[], None]], dict[str, int]
 
 
 def _broken_profiler() -> str | None:
-    """What the profiler misses when one number is read; None if it sees the wait and the copy."""
+    """Read one number under the profiler; return what it misses, None if it sees wait and copy."""
     one = torch.ones(1, device="cuda")
     _profile(lambda: None)  # the first profile also contains the profiler's own start
     read = _profile(lambda: one.item())

@@ -95,7 +95,7 @@ MODELS = {
 
 
 def make_config(model: Model, sizes: Sizes, spec: str, cuda: bool, **options: Any) -> Any:
-    """Megatron's config of the model, in which each step sets its recompute.
+    """Megatron's config of the model, with full recompute, which `Stack.step` switches off and on.
 
     The local spec needs neither Transformer Engine nor apex. With Transformer Engine the options
     are those of a training script: grouped GEMMs, fused permutation, fused SwiGLU, fused rotary
@@ -242,7 +242,7 @@ def start(cuda: bool, meeting: str = "", rank: int = 0, size: int = 1) -> None:
 
     Args:
         cuda: whether the ranks have a GPU.
-        meeting: where several ranks find each other, as torch's `init_method`.
+        meeting: torch's `init_method`, by which several ranks find each other; empty for one rank.
     """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -272,7 +272,8 @@ class Stack:
     of a router tries the fused gate.
 
     Attributes:
-        ways: the ways by name; `skipped` says why the model cannot run the others.
+        ways: the ways that the model can run, by name.
+        skipped: for each way that the model cannot run, the reason.
         route_bytes: how many bytes the ids of one micro-batch take on the device: uint8, or int16
             above 256 experts.
         route_bytes_measured: by how much the ids raised the memory that CUDA's allocator has given
@@ -324,9 +325,9 @@ class Stack:
         self._plan = layer_sizes(counts_LE, counts_LE[None], alone, self._numbers)
 
     def _on_device(self) -> dict[int, Tensor]:
-        """The ids by layer, moved in one copy as `HostRoutes.on_device` moves them.
+        """The ids by layer, moved in one copy.
 
-        `HostRoutes.on_device` is not called, because it needs the packages of the store.
+        `HostRoutes.on_device` also moves the masks of the tokens, which here are on the device.
         """
         moved = self._ids_LTK.to(torch.device("cuda"), non_blocking=True, copy=True)
         return dict(zip(self._numbers, moved, strict=True))
@@ -366,7 +367,7 @@ class Stack:
         return torch.stack([router.weight.grad.float() for router in self.routers])
 
     def described(self) -> dict[str, Any]:
-        """What the record of a run says of the model."""
+        """The model's part of the record of a run."""
         parameters = sum(parameter.numel() for parameter in self.gpt.parameters())
         experts = type(self.layers[0].experts).__name__
         dtype = str(self.config.params_dtype).removeprefix("torch.")
@@ -388,7 +389,7 @@ class Stack:
         }
 
     def _attention(self) -> dict[str, str] | str:
-        """The class of the attention; with Transformer Engine the backends that were chosen."""
+        """The class of the attention; with Transformer Engine, the attention backends by name."""
         if self.spec == "local":
             return type(self.gpt.decoder.layers[0].self_attention.core_attention).__name__
         from transformer_engine.pytorch.attention.dot_product_attention import _attention_backends

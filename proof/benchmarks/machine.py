@@ -1,4 +1,4 @@
-"""What a recorded run says of its machine, and where it is written."""
+"""What a record of a benchmark says of the machine, and the file that gets the record."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def no_transformer_engine() -> str | None:
         if error.name == "transformer_engine":
             return "Transformer Engine is not installed"
         return f"Transformer Engine cannot be imported: {error}"
-    except Exception as error:  # without its compiled library it raises one of several errors
+    except Exception as error:  # if its compiled library is missing, the import raises other errors
         return f"Transformer Engine cannot be imported: {' '.join(str(error).split())}"
     return None
 
@@ -72,9 +72,9 @@ def write_results(out: Path, bench: str, record: dict[str, Any]) -> Path:
         out: a file, which then holds the record alone; or a folder, which has one file for each GPU
             and day, for example `nvidia-h200-2026-11-21.json`. Such a file holds the records of
             several benchmarks by name; a record of the same name is replaced.
-        bench: the name of the benchmark. If the variable `RECORD_SUFFIX` names a suffix, the suffix
-            is appended. `make gpu` sets the variable for a program that runs in two steps: "kernel
-            te" of the step with Transformer Engine does not replace "kernel".
+        bench: the name of the benchmark. The text of the environment variable that `RECORD_SUFFIX`
+            names is appended. `make gpu` sets this variable for a program that runs in two steps:
+            "kernel te" of the step with Transformer Engine does not replace "kernel".
         record: what the benchmark measured.
     """
     bench = f"{bench} {os.environ.get(RECORD_SUFFIX, '')}".strip()
@@ -82,8 +82,8 @@ def write_results(out: Path, bench: str, record: dict[str, Any]) -> Path:
         out = results_file(out, record)
         record = {**(json.loads(out.read_text()) if out.exists() else {}), bench: record}
     out.parent.mkdir(parents=True, exist_ok=True)
-    # A process that is killed here leaves the old file whole. Half a file could not be read when
-    # the next record is added.
+    # A process that is killed here leaves the old file whole. From half a file no record could be
+    # read when the next one is added.
     new = out.with_name(f"{out.name}.new")
     new.write_text(json.dumps(record, indent=1) + "\n")
     new.replace(out)

@@ -3,10 +3,10 @@
     python -m proof.benchmarks.publish --out build/bench/publish.json [--rounds 5] [--only PP2]
 
 Models of several sizes are written as transformers directories (`weights/write_policy.py`), in one
-process and by the ranks of several layouts. The table has the time of a write, the bytes of the
-model that a rank holds, and the growth of resident memory during the write on the rank where it is
-largest, also in multiples of a layer's file. Exit status 1: a rank's memory grew by more than MOST
-layers and SLACK bytes.
+process and by the ranks of several layouts. The table has the time of a write, the largest part of
+the model that a rank holds, and the largest growth of a rank's resident memory during the write,
+also in multiples of a layer's file. Exit status 1: a rank's memory grew by more than MOST layers
+and SLACK bytes.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from proof.benchmarks.turns import SHAPE
 from proof.fidelity.rig.worker import TreeWorker
 from proof.fidelity.trees import unpatched_copy
 
-MOST = 1.25  # layers by which the memory of a rank may grow
-SLACK = 24 << 20  # and bytes: for messages, code, and what malloc keeps
+MOST = 1.25  # the memory of a rank may grow by so many layers,
+SLACK = 24 << 20  # and by so many bytes: for messages, code, and what malloc keeps
 VOCABULARY = 1024
 LAYOUTS = {
     "1": [],
@@ -54,7 +54,7 @@ def model(hidden: int, layers: int) -> list[str]:
 
 
 def measure(args: argparse.Namespace) -> Iterator[Row]:
-    """The row of every size and layout."""
+    """A row for each size and layout."""
     with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
         tree, name = unpatched_copy(None, Path(scratch) / "tree")
         with TreeWorker(tree, preload=["megatron.training"]) as worker:
@@ -67,7 +67,7 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def summarise(results: list[list[Any]]) -> Row:
-    """A row of the table, from what `published` returned on each rank; the worst rank counts."""
+    """A row from what `published` returned on each rank: the largest of all ranks, then medians."""
     rounds = [[of_rank[i] for of_rank in results] for i in range(len(results[0]))]
     walls = [max(seconds for seconds, *_ in of_round) for of_round in rounds]
     grown = [max(memory for _, memory, *_ in of_round) for of_round in rounds]
@@ -81,7 +81,7 @@ def summarise(results: list[list[Any]]) -> Row:
 
 
 def wrong(row: Row) -> str:
-    """The memory of a rank may grow by MOST layers and SLACK bytes."""
+    """What is wrong with a row: a rank's memory grew above the limit. Empty: nothing is."""
     most = MOST * row["layer"] + SLACK
     return (
         ""
@@ -121,9 +121,9 @@ def published(rank: int, argv: list[str], out: Path, rounds: int) -> list[Any]:
         out: the directory; it is removed after each round.
 
     Returns:
-        For each round: seconds; the peak growth of this rank's resident memory, in bytes; the bytes
-        of this rank's part of the model; the bytes that all ranks wrote together; and those of the
-        largest file of a layer.
+        For each round: the seconds; the peak growth of this rank's resident memory, in bytes; the
+        bytes of this rank's part of the model; the bytes that all ranks wrote together; and the
+        bytes of the largest file of a layer.
     """
     from megatron_r3.train.launch import build_models, initialize
     from megatron_r3.weights.write_policy import write_policy
@@ -133,7 +133,7 @@ def published(rank: int, argv: list[str], out: Path, rounds: int) -> list[Any]:
     part = sum(p.nbytes for model in models for p in model.parameters())
     found = []
     for done in range(rounds + 1):
-        # Give freed memory back: the write would use it, and its growth would not show.
+        # Give freed memory back. The write would use it, and the write's memory would not show.
         ctypes.CDLL(None).malloc_trim(0)
         distributed.barrier()
         Path("/proc/self/clear_refs").write_text("5")  # 5 resets the peak, VmHWM
@@ -151,7 +151,7 @@ def published(rank: int, argv: list[str], out: Path, rounds: int) -> list[Any]:
 
 
 def _memory(name: str) -> int:
-    """A line of /proc/self/status, in bytes."""
+    """The size in a line of /proc/self/status, in bytes."""
     status = Path("/proc/self/status").read_text()
     (kib,) = re.findall(rf"^{name}:\s+(\d+) kB$", status, re.MULTILINE)
     return int(kib) * 1024

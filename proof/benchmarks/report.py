@@ -1,8 +1,8 @@
-"""The tables of proof/benchmarks/README.md, made from what is recorded in its folder `results`.
+"""Write the tables of proof/benchmarks/README.md from the records in proof/benchmarks/results.
 
     python -m proof.benchmarks.report
 
-A test checks that the page has exactly the tables that this module makes of the recorded results.
+A test checks that the page has exactly the tables that this module makes of the records.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BENCHES = ("dispatch", "update", "clients", "store", "publish", "scale", "balanc
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write the page."""
+    """Write the page; return the exit status."""
     description = str(__doc__).splitlines()[0]
     parser = argparse.ArgumentParser(
         prog="python -m proof.benchmarks.report", description=description
@@ -42,7 +42,7 @@ def with_tables(root: Path) -> tuple[Path, str]:
         root: a checkout, with the page and proof/benchmarks/results.
 
     Raises:
-        ValueError: a results file cannot be taken, or the page has no place for its table.
+        ValueError: a results file is no record of a run, or the page lacks a table's two markers.
     """
     page = root / "proof" / "benchmarks" / "README.md"
     text = page.read_text()
@@ -62,10 +62,10 @@ def filled(
     Args:
         text: the document, with `<!-- NAME: made by python -m MAKER -->` and `<!-- NAME: end -->`
             on lines of their own.
-        name: the name in the markers.
+        name: NAME in the markers.
         part: the new text between the markers.
         path: the document's path, for the error.
-        maker: the module that makes the part.
+        maker: MAKER, the module that makes the part.
 
     Raises:
         ValueError: the document does not have each marker once, in this order.

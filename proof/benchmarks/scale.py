@@ -4,9 +4,9 @@
 
 One process plays each of 1,024 ranks in turn (PP4 x CP2 x EP8 x DP16) on a store of the shape of
 Qwen3-30B-A3B: opens, stats and bytes are counted, not timed. Start-up is the CPU time of the first
-rank, and of a rank to which the first one sent its index, each in a process of its own, for stores
-of growing length. Reading and planning are CPU time too. Growth is the exponent of a fitted power.
-Exit status 1: a count is above its limit.
+rank, and of a rank to which the first rank sent its index, each in a process of its own, for stores
+of growing length. Reading and planning are CPU time too. A row "growth" has the exponent p of the
+fitted time c * size ** p. Exit status 1: a count is above its limit.
 
 Shape suffixes (docs/glossary.md): E, K, L, T.
 """
@@ -94,7 +94,7 @@ def counted() -> Iterator[dict[str, int]]:
 
 
 def play(folder: Path) -> Iterator[Row]:
-    """The file calls and bytes of 1,024 ranks on one store, up to the first step and in steps."""
+    """Rows with the file calls and bytes of 1,024 ranks on one store, by what is needed."""
     size = sum(path.stat().st_size for path in folder.iterdir())
     ranks = [(data, peer) for data in range(DP) for peer in range(CP * PP)]
     pairs, used_bytes, steps = 0, 0, dict.fromkeys(COUNTED, 0)
@@ -113,7 +113,7 @@ def play(folder: Path) -> Iterator[Row]:
         steps = {name: steps[name] + mine[name] for name in steps}
         pairs += len({store.shard_of_rollout(i) for i in range(data, len(store), DP)})
     limit = pairs + len(first.shards)
-    path = len(folder.resolve().parts)  # each part of the path gets one lstat, for symbolic links
+    path = len(folder.resolve().parts)  # Path.resolve calls lstat once for each part of the path
     rows = [
         ("opens, of used shards x ranks + shards", start["opens"] + steps["opens"], limit, 1.0),
         ("stats, of the same + the path", start["stats"] + steps["stats"], limit + path, 1.0),
@@ -126,14 +126,15 @@ def play(folder: Path) -> Iterator[Row]:
 
 
 def _steps_of(store: RolloutStore, data: int, peer: int) -> int:
-    """Read what a rank reads of its rollouts, step by step; return how many bytes it uses."""
+    """Read what a rank reads in all steps; return how many of the bytes the rank needs."""
     used = 0
     for first in range(0, len(store), STEP_ROLLOUTS):
         for rollout in range(first + data, min(first + STEP_ROLLOUTS, len(store)), DP):
             store.fields(rollout)
             rows, layers = _slice(store, rollout, peer)
             store.routes(rows, layers)
-            of_tokens = 9 * TOKENS + TOKENS - 1  # token, response, log-prob; recorded
+            # token, response and log-prob have 9 bytes, and each row says whether it is recorded
+            of_tokens = 9 * TOKENS + TOKENS - 1
             used += of_tokens + len(rows) * (len(layers) * TOPK + 1)
     return used
 
@@ -147,7 +148,7 @@ def _slice(store: RolloutStore, rollout: int, peer: int) -> tuple[np.ndarray, ra
 
 
 def reading(folder: Path) -> Iterator[Row]:
-    """CPU time of reading a rank's slices, comparing sums (and values), divided by that without."""
+    """CPU time of a rank's reads with checks of sums (and values), by that of reads without."""
     store = RolloutStore([folder])
 
     def read() -> None:
@@ -182,7 +183,7 @@ def _cpu(run: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def _first(folder: Path, into: Path) -> float:
-    """CPU time of the first rank; the index that it would send goes into the file `into`."""
+    """CPU seconds of the first rank's start; the file `into` gets the index for other ranks."""
     seconds, store = _cpu(partial(RolloutStore, [folder]))
     more, sent = _cpu(lambda: store.groups() is not None and pickle.dumps(store.index, 5))
     into.write_bytes(sent)
@@ -190,7 +191,7 @@ def _first(folder: Path, into: Path) -> float:
 
 
 def _other(sent: Path) -> float:
-    """CPU time of a rank that gets the index `sent`, with the first reads of a training."""
+    """CPU seconds of another rank's start, from the index in the file `sent`."""
     data = sent.read_bytes()
 
     def told() -> None:
@@ -204,18 +205,18 @@ def _other(sent: Path) -> float:
 
 
 def _in_new_process(run: Callable[..., Any], *given: Any) -> Any:
-    """What a function returns in a new process, in the state in which a training starts."""
+    """What a function returns in a new process, where nothing is cached, as when a job starts."""
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         return pool.submit(run, *given).result()
 
 
 def exponent(sizes: Sequence[float], costs: Sequence[float]) -> float:
-    """The p of the best fit costs = c * sizes ** p. Example: sizes 1 2 4, costs 3 6 12 give 1."""
+    """The p of the best fit costs = c * sizes ** p. Example: 1 for sizes 1 2 4, costs 3 6 12."""
     return float(np.polyfit(np.log(sizes), np.log(costs), 1)[0])
 
 
 def startup(folder: Path, most: int) -> Iterator[Row]:
-    """CPU time of opening stores of 1/4, 1/2 and all of `most` shards, each of 64 rollouts."""
+    """CPU time of opening stores of 1/4, 1/2 and all of `most` shards with 64 rollouts each."""
     write_store(folder / "all", most, 3)
     sizes = (most // 4, most // 2, most)
     first_s, other_s = [], []
@@ -234,7 +235,7 @@ def startup(folder: Path, most: int) -> Iterator[Row]:
 
 
 def memory(folder: Path) -> Iterator[Row]:
-    """The memory of an open store of 4 shards with 16 times the tokens, divided by that without."""
+    """The memory of an open store of 4 shards with 800 tokens a rollout, by that with 50 tokens."""
     held = []
     for length in (50, 200, 800):
         write_store(folder / str(length), 4, length)
@@ -248,7 +249,7 @@ def memory(folder: Path) -> Iterator[Row]:
 
 
 def planning() -> Iterator[Row]:
-    """CPU time of planning a micro-batch of a model with 58 MoE layers on one rank."""
+    """CPU time of planning a micro-batch of a model of DeepSeek-V3's shape on one rank."""
     rng = np.random.default_rng(0)
 
     def planned(
@@ -287,7 +288,7 @@ def planning() -> Iterator[Row]:
 
 
 def measure(args: argparse.Namespace) -> Iterator[Row]:
-    """The rows of all lines of the table."""
+    """All rows of the table."""
     if args.shards < 2 or args.startup < 4:
         raise ValueError(
             f"--shards {args.shards} --startup {args.startup}: --shards must be at least 2, and "
@@ -304,7 +305,10 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def wrong(row: Row) -> str:
-    """A count above its limit. Times have limits too, but depend on the machine."""
+    """What is wrong with a row: a count above its limit. Empty: nothing is.
+
+    A time above its limit is not wrong, because times depend on the machine.
+    """
     above = row.get("counted") and row["found"] > row["most"]
     return f"found {row['found']:.4g}; the limit is {row['most']:g}" if above else ""
 

@@ -2,11 +2,11 @@
 
     python -m proof.benchmarks.store --out build/bench/store.json [--rounds 32] [--tokens 100000]
 
-The routes have the shape of Qwen3-30B-A3B (48 layers, 128 experts, top-8); one process, one thread.
-A round moves routes in every way, also as other projects do, in an order that changes from round to
-round. Rates are medians: bytes of stored routes (384 a token), whatever a way moves for them, by
-wall time and by CPU time. Some ways are compared with "decode and check" of the same round, per
-byte of stored routes.
+The routes have the shape of Qwen3-30B-A3B (48 layers, 128 experts, top-8). One thread runs all
+ways to move routes, also the ways of other projects, in an order that changes from round to round.
+A rate is a median: the bytes of the routes in a store (384 a token), divided by wall or CPU time. A
+way may move more bytes for the same routes. Some ways are compared with "decode and check" in the
+same round, for the same bytes in a store.
 
 Shape suffixes (docs/glossary.md): K, L, T.
 """
@@ -58,7 +58,7 @@ class Way:
         run: moves the routes of one round.
         num_bytes: how many bytes the routes of one round have in a store.
         bytes_per_token: what the way moves or stores for one token; None for a slice.
-        compared: whether the table has its time divided by that of `BASE`.
+        compared: whether the table has the time of this way divided by that of `BASE`.
         before: called before each run, and not timed.
     """
 
@@ -79,7 +79,7 @@ def _timed(run: Callable[[], Any]) -> tuple[float, float]:
 def measure(args: argparse.Namespace) -> Iterator[Row]:
     """Run every way in rounds; yield a row for each way."""
     num_rollouts = max(1, args.tokens // TOKENS)
-    keep_freed_memory()  # as collect and convert do
+    keep_freed_memory()  # `rollouts collect` and `rollouts convert` call it too
     with tempfile.TemporaryDirectory(prefix="bench-store-", dir=".") as folder:
         ways = [*_ours(num_rollouts, Path(folder)), *_peers(max(1, num_rollouts // 10))]
         yield from summarise(ways, run_rounds(ways, args.rounds))
@@ -146,7 +146,7 @@ BENCH = Bench(
 
 
 def _routes_TLK(number: int) -> np.ndarray:
-    """Random distinct ids `[T, L, K]`, as an engine returns them: the last token has none."""
+    """Random distinct ids `[T, L, K]`, as an engine returns them: the last token has no row."""
     rng = np.random.default_rng(number)
     known = np.argsort(rng.random((4096, EXPERTS)), axis=-1)[:, :TOPK].astype(np.uint8)
     return known[rng.integers(0, len(known), (TOKENS - 1, LAYERS))]
@@ -237,14 +237,14 @@ def _slice(directory: Path) -> Way:
             store.routes(np.concatenate([rows[:chunk], rows[-chunk:]]), layers)
         got = sum(shard.bytes_read for shard in store.shards)
         assert got <= 1.05 * wanted, (
-            f"{got} bytes read for a slice of {wanted} bytes; at most 1.05 times"
+            f"{got} bytes read for a slice of {wanted} bytes; the limit is 1.05 times the slice"
         )
 
     return Way("slice of a PP4 x CP2 rank", read, wanted, None, before=reopen)
 
 
 def _peers(num_rollouts: int) -> list[Way]:
-    """The ways of other projects, up to the array that these copy to the device."""
+    """The ways of other projects, up to the array that such a project copies to the device."""
     rows_TLK = _routes_TLK(0)
     text = json.dumps(rows_TLK.tolist())
     raw = base64.b64encode(rows_TLK.astype("<i4").tobytes()).decode()

@@ -19,9 +19,9 @@ Times = dict[str, list[float]]  # microseconds of each round, by the name of the
 class Timer:
     """Times calls with cold caches, on a GPU or, in a rehearsal, on a CPU.
 
-    Before each call the timer writes `flush_bytes`, which drive the call's data out of the caches.
-    The write also keeps the GPU busy while the host launches the call. So the time of the GPU is
-    measured, with the gaps between kernels, and not the time of the host.
+    Before each call the timer writes `flush_bytes` bytes, which drive the call's data out of the
+    caches. The write also keeps the GPU busy while the host launches the call. So the time of the
+    GPU is measured, with the gaps between kernels, and not the time of the host.
     """
 
     def __init__(self, device: str, flush_bytes: int) -> None:
@@ -33,14 +33,18 @@ class Timer:
     ) -> Times:
         """Time all calls in turn, round after round.
 
-        Calls of one round are neighbours, so that their ratio is taken under equal conditions.
-        Their order changes from round to round (`turn`), so that a GPU that slows down favours
-        none.
+        The calls of one round are neighbours, so that their ratio is taken under equal conditions.
+        The order of the calls changes from round to round (`turn`), so that a GPU that slows down
+        favours no call.
 
         Args:
-            calls: what to time. Each is called three times before, to warm up.
-            compared: pairs of names; the timing may stop when their ratios can be told from 1.
+            calls: what to time, by name. Before the rounds each call runs three times to warm up.
+            compared: pairs of names. The timing stops early when the ratio of the times of each
+                pair can be told from 1.
             most: the number of rounds after which the timing stops in any case.
+
+        Returns:
+            The microseconds of each round, by name.
         """
         for call in calls.values():
             for _ in range(3):
@@ -77,7 +81,7 @@ class Timer:
         times_us = []
         for _ in range(repeats):
             if self.cuda:
-                torch.cuda.synchronize()  # an empty queue, so that no launch waits for room in it
+                torch.cuda.synchronize()  # it empties the queue, so that no launch waits for room
             times_us.append(_host_us(call))
         return statistics.median(times_us)
 

@@ -34,7 +34,7 @@ from proof.benchmarks.waits import count_passes, instrument
 from proof.fidelity.rig.worker import TreeWorker
 from proof.fidelity.trees import patched_copy, unpatched_copy
 
-# a Qwen3-MoE; each benchmark adds the layers, the hidden size and the sequence length
+# a Qwen3-MoE; each benchmark adds layers, hidden size, width of an expert and sequence length
 SHAPE = """
 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --kv-channels 32
 --qk-layernorm --ffn-hidden-size 256 --normalization RMSNorm --norm-epsilon 1e-6 --swiglu
@@ -76,7 +76,7 @@ def rig(rollouts: int) -> Iterator[tuple[TreeWorker, str, list[str]]]:
     """A worker, the tree's name, and arguments that train a model on its live router's routes.
 
     Args:
-        rollouts: how many the store has.
+        rollouts: how many rollouts the store gets.
     """
     with patched_worker() as (worker, name, folder):
         argv = [*CPU_ARGS, *SHAPE, *SMALL]
@@ -87,10 +87,7 @@ def rig(rollouts: int) -> Iterator[tuple[TreeWorker, str, list[str]]]:
 
 
 def record(rank: int, argv: list[str], checkpoint: Path, rollouts: int) -> list[np.ndarray]:
-    """Build and save the model; return its live routes `[L, T, K]` for the tokens of each rollout.
-
-    The tokens are those that `tokens` makes.
-    """
+    """Build and save the model; return its live routes `[L, T, K]` for `tokens` of each rollout."""
     from megatron_r3.replay.active import recording
     from proof.fidelity.reference import build_and_save
 
@@ -106,7 +103,7 @@ def record(rank: int, argv: list[str], checkpoint: Path, rollouts: int) -> list[
 
 
 def tokens(index: int, sequence: int) -> np.ndarray:
-    """The made-up tokens of a rollout."""
+    """The made-up tokens of a rollout, int32 `[sequence + 1]`."""
     return np.random.default_rng(index).integers(0, 63, sequence + 1).astype(np.int32)
 
 
@@ -136,20 +133,22 @@ def write_store(folder: Path, routes: list[np.ndarray], engine: str, experts: in
 
 
 class Rounds:
-    """Says which way each step takes, notes its seconds, and decides when to stop, for all ranks.
+    """Says which way each step takes, notes the step's seconds, and decides when to stop.
 
-    Round 0 warms up. Then rounds are timed until the ratios tell. One more round is counted.
+    Round 0 warms up. Then rounds are timed until every ratio can be told from 1, or `most` are
+    done. In one more round the waits are counted. All ranks decide alike.
 
     Args:
         most: the largest number of timed rounds.
-        modes: the ways; all others are compared with the first one.
+        modes: the ways; each later way is compared with the first one.
 
     Attributes:
-        ways: the first way, the first way again, and the others.
-        wall_s, cpu_s: for each of `ways` the seconds of its steps, on the slowest rank and on the
-            busiest one. CPU time is that of all threads of a rank's process.
-        done: how many steps are over.
-        timing, counting: whether the next step is timed, or counted.
+        ways: the first way, the first way again, and the later ways.
+        wall_s: for each of `ways` the wall seconds of each timed step on the slowest rank.
+        cpu_s: for each of `ways` the largest CPU seconds of a rank, all its threads together, in
+            each timed step.
+        done: how many steps are over; step number `done` runs or is next.
+        counting: whether the waits of step `done` are counted.
     """
 
     def __init__(self, most: int, modes: tuple[str, ...]) -> None:
@@ -164,20 +163,20 @@ class Rounds:
 
     @property
     def timing(self) -> bool:
-        """Whether the next step is timed."""
+        """Whether step `done` is timed."""
         return self.done >= len(self.ways) and not self.counting
 
     def way(self, step: int | None = None) -> str:
-        """Which of `ways` a step takes; None stands for the next step."""
+        """Which of `ways` a step takes; None stands for step `done`."""
         number, place = divmod(self.done if step is None else step, len(self.ways))
         return turn(self.ways, number)[place]
 
     def mode(self, step: int | None = None) -> str:
-        """What a step does: as `way`, but the first way and the first way again are one."""
+        """The way of a step, without " again"."""
         return self.way(step).removesuffix(AGAIN)
 
     def open_step(self) -> None:
-        """Let the thread that prepares micro-batches prepare those of the next step."""
+        """Let the thread that prepares micro-batches begin with those of step `done`."""
         with self._opened:
             self._open = self.done
             self._opened.notify_all()
@@ -185,9 +184,9 @@ class Rounds:
     def wait_for(self, step: int) -> None:
         """Return when this step has begun.
 
-        Micro-batches are prepared up to three ahead of their use. A step may have only two, so all
-        its preparation, with reading of routes and planning, would fall into steps of other ways.
-        So nothing of a step is prepared before the step begins. A real training hides more of that
+        A training prepares up to three micro-batches ahead. A step here may have only two: all
+        reading of their routes, and planning, would fall into steps of other ways. So the thread
+        that prepares micro-batches waits here for their step. A real training hides more of that
         work.
         """
         with self._opened:
@@ -217,18 +216,18 @@ class Rounds:
         return False
 
     def ratios(self) -> list[list[float]]:
-        """The ratios that must tell: wall and CPU seconds of other ways by those of the first."""
+        """For each later way, the ratios of its wall and of its CPU seconds to the first way's."""
         return [ratios_to_first(s, way) for s in (self.wall_s, self.cpu_s) for way in self.ways[2:]]
 
 
 def modes_of_microbatches(rounds: Rounds, steps: int = 1) -> Iterator[str]:
-    """Yields the way of each micro-batch that is prepared, once the step of that way has begun.
+    """Yields the mode of each micro-batch in order, once the micro-batch's step has begun.
 
-    A thread prepares micro-batches ahead, so their numbers, and not the time, say to which step
-    they belong.
+    A thread prepares micro-batches ahead of the steps. So the number of a micro-batch, and not the
+    time, says to which step the micro-batch belongs.
 
     Args:
-        steps: how many optimizer steps one step of `Rounds` has: the mini-steps of a collection.
+        steps: how many optimizer steps one step of `rounds` has: the mini-steps of a collection.
     """
     from megatron.core.num_microbatches_calculator import get_num_microbatches
 
@@ -254,15 +253,16 @@ def train_in_turn(
 
     Args:
         argv: Megatron's arguments.
-        parts: the parts of the training, made for these rounds.
+        parts: the `Parts` of the training, made for these rounds.
         batch: how many rollouts a micro-batch has, and an optimizer step.
         steps: how many optimizer steps one step of `rounds` has.
-        counts: gets the waits and the passes of experts; None: nothing is counted.
+        counts: gets the waits, and the passes of experts; None: nothing is counted.
         built: called with the models.
         begin, end: called before and after each step of `rounds`, and not timed.
 
     Returns:
-        The seconds of the rounds, and what was counted in the last one, by way.
+        "wall_s", "cpu_s": those of `rounds`; "counts": for each way, what was counted in the last
+        round.
     """
     from megatron.training import get_args, training
 

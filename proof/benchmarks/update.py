@@ -3,12 +3,12 @@
     python -m proof.benchmarks.update --out build/bench/update.json [--rounds 32] [--only "EP2 N4"]
 
 The benchmark trains on collections of 2 and 4 mini-steps, in three ways. In the first way the
-sampler is the old policy, and there is no pass. In the second way the trainer is
-(`--rollouts-old-policy trainer`), and a forward-only pass goes over each collection. The third way
+sampler is the old policy, and there is no pass. In the second way the trainer is the old policy
+(`--rollouts-old-policy trainer`): a forward-only pass goes over each collection. The third way
 also trains on the routes of that pass (R2). The table has the time of a collection divided by that
 of the first way in the same round: wall time, and CPU time of the busiest rank. The table also has
-the forward passes of a micro-batch, and the host waits of a MoE layer in a pass. Exit status 1: the
-counts are not those of one more pass.
+the forward passes of a micro-batch, and the host waits of a MoE layer in a pass. Exit status 1: one
+of these two counts is not as expected (`wrong`).
 
 Shape suffixes (docs/glossary.md): B, S, T.
 """
@@ -73,8 +73,9 @@ def summarise(result: dict[str, Any]) -> Iterator[Row]:
 def wrong(row: Row) -> str:
     """What is wrong with a row, in words; empty if nothing is.
 
-    Expected is one forward pass, which waits for nothing, and where the trainer is the old policy a
-    second one, which has no plan and waits once a layer: a mean of 0.5 waits for a layer and pass.
+    Expected is one forward pass, in which no layer waits. If the trainer is the old policy, there
+    is a second forward pass, without a dispatch plan, in which each layer waits once: a mean of 0.5
+    waits for a layer and pass.
     """
     wanted = (1, 0) if row["way"].startswith(SAMPLER) else (2, 0.5)
     if (row[PASSES], row[WAITS]) == wanted:
@@ -111,7 +112,7 @@ BENCH = Bench(
 
 
 def timed(rank: int, argv: list[str], mini_steps: int, most: int) -> dict[str, Any]:
-    """Train on collections of `mini_steps` optimizer steps; the ways take turns."""
+    """Train; the collections, of `mini_steps` optimizer steps each, take the ways in turn."""
     rounds, layers = Rounds(most, WAYS), Counter[str]()
     options = "--rollouts-old-policy trainer --moe-router-replay-source old-policy"
     options += f" --rollouts-mini-steps {mini_steps}"
@@ -137,11 +138,11 @@ def timed(rank: int, argv: list[str], mini_steps: int, most: int) -> dict[str, A
 
 
 def _parts_in_turn(rounds: Rounds, mini_steps: int) -> Any:
-    """The parts of a training whose collections take the ways in turn.
+    """The `Parts` of a training whose collections take the ways in turn.
 
-    The training's options are those of the third way. In the other two ways all tokens take the
-    routes of the rollouts, and the pass records none. In the first way there is no pass, and the
-    sampler's log-probs are those of the old policy.
+    The training's options are those of the third way. In the second way the pass records no routes,
+    and all tokens take the routes of the rollouts. In the first way there is no pass: all tokens
+    take the routes of the rollouts, and the sampler's log-probs stand for the old policy's.
     """
     from megatron_r3.train.lookahead import Prepared, Preparer
     from megatron_r3.train.old_pass import OldPass

@@ -3,8 +3,8 @@
 On a CPU nothing waits, so this module replaces functions of torch by functions that count calls. A
 call counts if code below megatron/core/transformer/moe makes it on a tensor that a GPU would hold,
 which is every tensor that is not on the host. A tensor is on the host if it came from numpy, if it
-was copied to the host, if it is a sum, cast or view of a tensor on the host, or if `mark_host` said
-so, for tensors that Megatron makes on the host:
+was copied to the host, if it is a sum, cast or view of a tensor on the host, or if `mark_host` has
+marked it, for tensors that Megatron makes on the host:
 
     sizes = torch.from_numpy(...)   on the host
     sizes.sum().item()              not counted: a sum of a tensor on the host
@@ -28,8 +28,9 @@ GATHERS, PLANS = "metadata collectives", "plan collectives"
 GATHERED = "bytes gathered"  # how many bytes both kinds of collectives bring to a rank
 
 READS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__")
-# The shape of their result depends on values, so the host must wait for it.
+# These return a tensor whose shape depends on values, so the host must wait for the values.
 READS += ("nonzero", "masked_select")
+# these return a tensor that is on the host if their argument is
 SAME_PLACE = ("sum", "long", "ravel", "view", "reshape", "contiguous")
 COLLECTIVES = ("all_gather_into_tensor", "all_gather_single", "_all_gather_base", "all_gather")
 # all_to_all_single carries a plan's counts, which are integers, and also tokens, which are floats
@@ -41,7 +42,7 @@ _state = threading.local()
 
 
 def instrument(counts: Counter[str]) -> None:
-    """Count from now on, for as long as this process lives.
+    """Replace functions of torch by functions that count, until this process ends.
 
     Args:
         counts: gets a number for each of WAITS, COPIES, GATHERS, PLANS and GATHERED.
@@ -63,12 +64,12 @@ def instrument(counts: Counter[str]) -> None:
             _wrap_collective(counts, name)
     from megatron.core.tensor_parallel import mappings
 
-    # mappings kept the uncounted function when it was imported
+    # mappings took the uncounted function when mappings was imported
     mappings.dist_all_gather_func = dist.all_gather_into_tensor
 
 
 def count_passes(models: Iterable[torch.nn.Module], passes: Counter[str]) -> None:
-    """Count from now on under "experts" how often a MoE layer runs its experts, in any pass."""
+    """From now on, count as "experts" how often a MoE layer runs its experts, recompute too."""
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     def count(*_: Any) -> None:
@@ -147,7 +148,7 @@ def _keep_place(name: str) -> None:
 
 
 def _name_device() -> None:
-    """Have `tensor.device` be "cpu" for a tensor on the host, and "cpu:0" for any other one.
+    """Have `tensor.device` return "cpu" for a tensor on the host, and "cpu:0" for other tensors.
 
     So `ids.to(scores.device)` is no copy to the host if a GPU would hold the scores.
     """

@@ -268,8 +268,8 @@ def test_the_exponent_of_a_power() -> None:
 @pytest.mark.parametrize(
     ("bench", "argv", "said"),
     [
-        (store.BENCH, ["--tokens", "0"], "--tokens 0: at least 1"),
-        (update.BENCH, ["--rounds", "0"], "--rounds 0: at least 1"),
+        (store.BENCH, ["--tokens", "0"], "--tokens 0: must be at least 1"),
+        (update.BENCH, ["--rounds", "0"], "--rounds 0: must be at least 1"),
         (clients.BENCH, ["--only", "EP3"], "no case has this in its name: EP1 none; EP1 full"),
     ],
 )

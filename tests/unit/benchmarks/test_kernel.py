@@ -70,7 +70,8 @@ def test_ways_that_do_not_agree_are_an_error(
     with substitute_gate(scaled):
         assert kernel.main(argv(tmp_path / "kernel.json")) == 1
     assert (
-        "error: Qwen3-30B-A3B, kernel: its results are not those of (a)" in capsys.readouterr().err
+        "error: Qwen3-30B-A3B, kernel: the results of this way are not those of (a)"
+        in capsys.readouterr().err
     )
 
 
