@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 
-from proof.benchmarks.bench import line, number, ratio, table, text
-from proof.benchmarks.interval import LOOKS
+from proof.benchmarks.bench import line, number, ratio, ratios, table, text
+from proof.benchmarks.interval import LOOKS, median_of
 from proof.benchmarks.kernel_ways import (
     FLOOR,
     KERNEL,
@@ -43,7 +43,7 @@ from proof.benchmarks.kernel_ways import (
     ways,
 )
 from proof.benchmarks.machine import device_of, machine_of, write_results
-from proof.benchmarks.timer import Timer, Times, ratio_of
+from proof.benchmarks.timer import Timer, Times
 
 TOKENS = (1024, 4096, 16384, 65536)
 # for each ratio the way by whose time the time of a way is divided
@@ -167,7 +167,7 @@ def _outputs(
 
 
 def _found(times: Times, name: str, of: str) -> dict[str, Any] | None:
-    return ratio_of(times, name, of).record() if of in times else None
+    return median_of(ratios(times, name, of)).record() if of in times else None
 
 
 def _spread(times_us: list[float]) -> dict[str, float]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from proof.benchmarks.bench import ratios
-from proof.benchmarks.interval import LOOKS, Median, enough, median_of, turn
+from proof.benchmarks.interval import LOOKS, enough, turn
 
 Call = Callable[[], Any]
 Times = dict[str, list[float]]  # microseconds of each round, by the name of the call
@@ -84,11 +84,6 @@ class Timer:
                 torch.cuda.synchronize()  # it empties the queue, so that no launch waits for room
             times_us.append(_host_us(call))
         return statistics.median(times_us)
-
-
-def ratio_of(times: Times, name: str, other: str) -> Median:
-    """The median over rounds of one call's time divided by the other's, and its interval."""
-    return median_of(ratios(times, name, other))
 
 
 def _host_us(call: Call) -> float:

@@ -7,7 +7,9 @@ import random
 import pytest
 
 import proof.benchmarks.timer
-from proof.benchmarks.timer import Timer, ratio_of
+from proof.benchmarks.bench import ratios
+from proof.benchmarks.interval import median_of
+from proof.benchmarks.timer import Timer
 
 
 def test_a_real_difference_stops_early_and_none_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,11 +20,12 @@ def test_a_real_difference_stops_early_and_none_goes_on(monkeypatch: pytest.Monk
     calls = {"slow": lambda: draw.uniform(3, 5), "fast": lambda: draw.uniform(1, 2)}
     times = timer.in_turn(calls, [("fast", "slow")], 128)
     assert len(times["fast"]) == len(times["slow"]) < 128
-    assert ratio_of(times, "fast", "slow").tells
-    assert ratio_of(times, "fast", "slow").median < 1
+    ratio = median_of(ratios(times, "fast", "slow"))
+    assert ratio.tells
+    assert ratio.median < 1
     equal = timer.in_turn(calls, [("fast", "fast")], 20)  # 20 is no power of two
     assert len(equal["fast"]) == 20
-    assert not ratio_of(equal, "fast", "fast").tells
+    assert not median_of(ratios(equal, "fast", "fast")).tells
 
 
 @pytest.mark.parametrize("most", [1, 8, 9])
