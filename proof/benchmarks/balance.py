@@ -146,7 +146,7 @@ def summarise(results: list[dict[str, Any]]) -> Iterator[Row]:
 
 
 def wrong(row: Row) -> str:
-    """What is wrong with a row: with guests, a load above the case's limit. Empty: nothing is."""
+    """The fault of a row, a load with guests above the limit of its case; "" if it has none."""
     if row["way"] != GUESTS or row["load"] <= row["limit"]:
         return ""
     return (

@@ -140,7 +140,7 @@ def line(cells: Iterable[str]) -> str:
 
 
 def number(name: str, form: str = ".0f", times: float = 1.0) -> Callable[[Row], str]:
-    """A function from a row to a cell: a number, multiplied; empty if the row has none."""
+    """A function from a row to a cell: a number, times `times`; empty if the row has none."""
     return lambda row: "" if row.get(name) is None else format(times * row[name], form)
 
 

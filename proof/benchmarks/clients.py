@@ -196,7 +196,7 @@ def summarise(name: str, ranks: list[dict[str, Any]]) -> Row:
 
 
 def wrong(row: Row) -> str:
-    """What is wrong with a row: other routes, or a layer with a plan that waits. Empty: nothing is.
+    """The fault of a row, other routes or a layer with a plan that waits; "" if it has none.
 
     Live routers choose other routes than those of the batch. So a live way must show wrong passes:
     if it did not, the check of the other ways could not fail either.

@@ -81,7 +81,7 @@ def summarise(results: list[list[Any]]) -> Row:
 
 
 def wrong(row: Row) -> str:
-    """What is wrong with a row: a rank's memory grew above the limit. Empty: nothing is."""
+    """The fault of a row, memory of a rank that grew too much; "" if the row has none."""
     most = MOST * row["layer"] + SLACK
     return (
         ""

@@ -305,7 +305,7 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def wrong(row: Row) -> str:
-    """What is wrong with a row: a count above its limit. Empty: nothing is.
+    """The fault of a row, a count above its limit; "" if the row has none.
 
     A time above its limit is not wrong, because times depend on the machine.
     """

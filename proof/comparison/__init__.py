@@ -1,1 +1,1 @@
-"""Does the mismatch matter? The loop under several mismatches, with and without R3."""
+"""The comparison: the loop with and without R3, under several mismatches of the sampler."""

@@ -1,8 +1,8 @@
-"""What is compared: regimes, which say how far the sampler is from the trainer, and arms, which say
-what the trainer does about it.
+"""The regimes and the arms of the comparison.
 
-A run is one arm in one regime with one seed. In every run the trainer computes in float32, and its
-policy before the first update on a collection is the old policy.
+A regime says how the sampler's numbers differ from the trainer's. An arm says what the trainer does
+against the difference. A run is one arm in one regime with one seed. In every run the trainer
+computes in float32, and its policy before the first update on a collection is the old policy.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Regime(NamedTuple):
         dtype: the dtype of the published policy, in which the sampler computes.
         degrade: the table [degrade] of the config.
         lag: the field `lag` of the config: collection c is sampled by policy c - lag.
-        arms: the keys of the arms that run in it.
+        arms: the keys of the arms that run in this regime.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Run(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        """The dtype of the sampler; in the arm without a mismatch it is the trainer's."""
+        """The dtype of the sampler; in the arm "none" it is that of the trainer, float32."""
         return "float32" if self.arm == "none" else REGIMES[self.regime].dtype
 
 
@@ -77,13 +77,13 @@ REGIMES = {
     "bf16": Regime("bfloat16", "bfloat16", {}, 0, _ALL),
     "fp8": Regime("float8", "bfloat16", {"fp8": True}, 0, _ALL),
     "noise": Regime(f"noise {NOISE}", "bfloat16", {"router_noise": NOISE}, 0, _ALL),
-    # Here "none" is staleness alone: float32 on both sides, rollouts as old as in other arms.
+    # In this regime the arm "none" shows staleness alone: sampler and trainer compute in float32.
     "stale": Regime(f"{LAG} versions old", "bfloat16", {}, LAG, ("none", *_ALL)),
 }
 
 
 def runs_of(only: str = "", seeds: int = SEEDS) -> list[Run]:
-    """The runs of the comparison, seed by seed, so that one seed of everything comes first.
+    """The runs of the comparison: first all runs with the first seed, then those with the next.
 
     Args:
         only: keys of regimes, or of an arm in a regime, with commas between them, such as
@@ -104,7 +104,7 @@ def runs_of(only: str = "", seeds: int = SEEDS) -> list[Run]:
     wanted, of_runs = {*only.split(",")}, [{run.regime, f"{run.regime}/{run.arm}"} for run in runs]
     if unknown := wanted.difference(*of_runs):
         raise ValueError(
-            f"--only {only}: there is no {min(unknown)!r}; the regimes are {', '.join(REGIMES)}, "
-            f"and an arm of one is, for example, noise/r3: the arms are {', '.join(ARMS)}"
+            f"--only {only}: there is no {min(unknown)!r}; the regimes are {', '.join(REGIMES)}; "
+            f"write an arm in a regime as noise/r3; the arms are {', '.join(ARMS)}"
         )
     return [run for run, names in zip(runs, of_runs, strict=True) if names & wanted]

@@ -1,9 +1,10 @@
-"""What a comparison showed: its values, the tables and picture of docs/comparison.md.
+"""Writes the tables and the picture of docs/comparison.md from the record of a comparison.
 
     python -m proof.comparison.report [--record build/comparison/comparison.json]
 
-Without --record the page is made anew from the recorded results. A test checks that the page has
-exactly what this module makes of the results.
+With --record, the record also becomes the recorded results. Without --record, the page alone is
+written, from the results that are recorded already. A test checks that the page has exactly what
+this module makes of the results.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ Record = dict[str, Any]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write results, picture and page; return 1 if a record cannot be read."""
+    """Write results, picture and page; return the exit status, 1 if a record cannot be read."""
     description = str(__doc__).splitlines()[0]
     parser = argparse.ArgumentParser(
         prog="python -m proof.comparison.report", description=description
     )
-    parser.add_argument("--record", type=Path, help="what proof.comparison.run wrote")
+    parser.add_argument("--record", type=Path, help="the JSON file of proof.comparison.run")
     parser.add_argument("--root", type=Path, default=ROOT, help="the checkout (default: this one)")
     args = parser.parse_args(argv)
     page = args.root / "docs" / "comparison.md"
@@ -76,7 +77,7 @@ def measured(directory: Path, collections: int, steps: int) -> dict[str, list[fl
     Args:
         directory: the directory of a run, as `megatron-r3 rl run` leaves it.
         collections: how many collections the run must have.
-        steps: how many optimizer steps it takes on a collection.
+        steps: how many optimizer steps the run takes on a collection.
 
     Returns:
         `reward`: the mean reward of the sampler's answers. `k3`: the k3 KL from the sampler's
@@ -136,13 +137,13 @@ def as_json(record: Record) -> str:
 
 
 def of_arm(record: Record, regime: str, arm: str) -> list[dict[str, Any]]:
-    """The runs of an arm in a record, by seed; empty if it has none."""
+    """The runs of an arm in a record, in the order of their seeds; empty if the arm has none."""
     runs = [run for run in record["runs"] if (run["regime"], run["arm"]) == (regime, arm)]
     return sorted(runs, key=lambda run: int(run["seed"]))
 
 
 def half(values: Sequence[float]) -> float:
-    """The mean of the second half, with which arms are compared: of 60 collections the last 30."""
+    """The mean of the second half, by which arms are compared: of 60 collections the last 30."""
     return fmean(values[len(values) // 2 :])
 
 
@@ -150,14 +151,14 @@ def half(values: Sequence[float]) -> float:
 
 
 def pairs(record: Record, regime: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """The runs of live and of R3 that have the same seed."""
+    """Yield the run of live and the run of R3 for each seed that has both."""
     live, r3 = ({run["seed"]: run for run in of_arm(record, regime, key)} for key in ("live", "r3"))
     for seed in sorted(live.keys() & r3.keys()):
         yield live[seed], r3[seed]
 
 
 def verdicts(record: Record) -> str:
-    """The table of R3 beside live in the second halves of runs, by seed; empty without a pair."""
+    """The table that compares R3 with live, by seed; empty if no seed has a run of each."""
     rows = []
     for key, regime in REGIMES.items():
         if both := list(pairs(record, key)):
@@ -172,7 +173,7 @@ def verdicts(record: Record) -> str:
 
 
 def tables(record: Record) -> str:
-    """A row for each arm of each regime that has runs, and R3 beside live."""
+    """The table with a row for each arm that has runs, and the table of `verdicts`."""
     rows = []
     for key, regime in REGIMES.items():
         for arm in regime.arms:
@@ -183,7 +184,10 @@ def tables(record: Record) -> str:
 
 
 def _cell(values: Sequence[float], form: str) -> str:
-    """The mean, smallest and largest: 0.61 (0.59..0.66); of a percentage the mean alone."""
+    """The mean, and in brackets the smallest and the largest: "0.61 (0.59..0.66)".
+
+    The brackets are left out for percentages, and if smallest and largest are printed alike.
+    """
     low, high, mean = (format(find(values), form) for find in (min, max, fmean))
     return mean if low == high or form.endswith("%") else f"{mean} ({low}..{high})"
 
@@ -220,7 +224,7 @@ def picture(record: Record, path: Path) -> None:
     """Write the picture of a record as PNG: a column for each regime with a run of live.
 
     The upper row has the reward, the lower row k3: the mean of the seeds, with a band from the
-    smallest to the largest. Every column also has the reward without a mismatch, for comparison.
+    smallest to the largest. Each column also has the reward of the runs without a mismatch.
 
     Raises:
         ValueError: the record has no run of live.
@@ -253,8 +257,9 @@ def picture(record: Record, path: Path) -> None:
 def curves_of(record: Record, regime: str, name: str) -> dict[str, np.ndarray]:
     """The smoothed curves of a panel, a row for each seed, by arm; arms without a run have none.
 
-    The curve of "none" is the regime's own if it has that arm, as the stale regime does; else it is
-    the control's reward. The control's k3 is not drawn: it is rounding, thousands of times smaller.
+    In the regime "stale" the curve of "none" is that of the regime's own arm "none". In every other
+    regime it is the reward of the regime "control"; the k3 of "control" is not drawn, because this
+    k3 is rounding alone and thousands of times smaller.
     """
     found = {}
     for arm in _DRAWN:
@@ -267,7 +272,7 @@ def curves_of(record: Record, regime: str, name: str) -> dict[str, np.ndarray]:
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Of each value the mean with up to `SMOOTH` - 1 values before it."""
+    """For each value the mean of this value and of the up to `SMOOTH` - 1 values before it."""
     return [fmean(values[max(0, i + 1 - SMOOTH) : i + 1]) for i in range(len(values))]
 
 

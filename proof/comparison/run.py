@@ -1,10 +1,10 @@
-"""Runs the comparison: every arm in every regime, with several seeds, as runs of the loop.
+"""Runs the comparison: each regime with its arms and several seeds, as runs of the loop.
 
     python -m proof.comparison.run --megatron TREE [--out DIR] [--jobs N] [--only REGIME[/ARM],...]
         [--seeds N] [--collections N]
 
 Each run is a `megatron-r3 rl run` in a directory of its own. A run that is complete is not
-repeated, so the command goes on where it was stopped. DIR/comparison.json has what all complete
+repeated, so the same command continues what was stopped. DIR/comparison.json has what all complete
 runs showed; `python -m proof.comparison.report` makes docs/comparison.md from that file.
 """
 
@@ -36,7 +36,7 @@ from proof.comparison.arms import ARMS, COLLECTIONS, REGIMES, SEEDS, Run, runs_o
 from proof.comparison.start import LEARN, MODEL, ROOT, SHARPEN, make
 from proof.comparison.task import MAX_ANSWER, problem
 
-FIRST_PORT = 31800  # each run has a port of its own above it
+FIRST_PORT = 31800  # of the first run; each later run has the next port
 RESULT = "result.json"
 PROMPTS, SAMPLES, MINI_STEPS = 8, 8, 2
 CHECKPOINT_EVERY = 20  # collections
@@ -47,13 +47,13 @@ UPDATE = f"""
 --lr-decay-style constant --calculate-per-token-loss --moe-router-load-balancing-type none
 --rollouts-old-policy trainer --moe-router-replay-log-mismatch-interval 1
 """.split()
-# One thread for each process: two runs share the cores, and threads that spin while they wait for
-# a busy core make a step many times slower.
+# Each process has one thread. Two runs share the cores, and threads that spin while they wait for a
+# busy core make a step many times slower.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run what is not complete yet; return 1 if a run fails, 130 if a signal stops it."""
+    """Do the runs that are not complete yet; return the exit status, 130 if a signal comes."""
     args = _arguments().parse_args(argv)
     try:
         wanted = runs_of(args.only, args.seeds)
@@ -62,12 +62,12 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     machine, began = machine_at_start(), time.monotonic()
     out, megatron = args.out.resolve(), args.megatron.resolve()
-    # Results of other code, or of another starting policy, lie in another folder.
+    # results of other code, or of another starting policy, are in another folder
     folder = out / digest_of(f"{args.learn} {args.sharpen} {args.collections}")
     try:
         with signals_raise():
             make(folder / "start", megatron, args.learn, args.sharpen)
-            # seeds come one after the other: more seeds leave the ports of a run as they are
+            # runs are in the order of seeds, so more seeds change no port of earlier runs
             for port, run in enumerate(runs_of("", args.seeds), start=args.first_port):
                 write_config(folder, run, megatron, port, args.collections)
             waiting = [run for run in wanted if not (folder / run.key / RESULT).exists()]
@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("stopped; the same command goes on", file=sys.stderr)
+        print("stopped; the same command continues", file=sys.stderr)
         return 130
     record = {
         **machine,
@@ -101,11 +101,11 @@ def _arguments() -> argparse.ArgumentParser:
     add("--megatron", type=Path, required=True, help="a patched tree")
     add("--out", type=Path, default=Path("build/comparison"))
     add("--jobs", type=_count, default=2, help="runs at a time; each takes about one core")
-    only = "only the runs of these regimes, or of an arm in a regime"
+    only = "only the runs of these regimes, or of these arms in a regime"
     add("--only", default="", metavar="REGIME[/ARM],...", help=only)
     add("--seeds", type=_count, default=SEEDS)
     add("--collections", type=_count, default=COLLECTIONS, help="of each run")
-    add("--first-port", type=_count, default=FIRST_PORT, help="each run has a port of its own")
+    add("--first-port", type=_count, default=FIRST_PORT, help="port of the first run's sampler")
     add("--learn", default=LEARN, help="arguments of the first training")
     add("--sharpen", default=SHARPEN, help="arguments of the second training")
     return parser
@@ -118,10 +118,10 @@ def _count(text: str) -> int:
 
 
 def digest_of(options: str) -> str:
-    """A digest of what all runs depend on: our code, our patches, and these options."""
+    """A digest of what all runs depend on: this project's code and patches, and these options."""
     files = [*ROOT.glob("megatron_r3/**/*.py"), *ROOT.glob("proof/comparison/*.py")]
     digest = hashlib.sha256(options.encode())
-    for file in sorted([*files, *ROOT.glob("patches/**/*.patch")]):
+    for file in sorted([*files, *ROOT.glob("demo/*.py"), *ROOT.glob("patches/**/*.patch")]):
         digest.update(hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()[:12]
 
@@ -153,7 +153,7 @@ def write_config(folder: Path, run: Run, megatron: Path, port: int, collections:
             "lag": regime.lag,
             "seed": run.seed,
             "wait": 600.0,
-            "restarts": 0,  # a part that dies fails the run, so that somebody looks
+            "restarts": 0,  # if the sampler or the trainer dies, the run fails
         },
         "policy": {
             "model": str(policy / run.dtype),
@@ -192,7 +192,7 @@ def run_all(folder: Path, runs: Sequence[Run], most: int, collections: int) -> d
     """Start the runs in order, `most` at a time; a run that fails does not stop the others.
 
     Returns:
-        Why runs failed, by the keys of the runs.
+        For each run that failed, by its key, the reason.
     """
     waiting, failed = [*runs], {}
     running: dict[Run, tuple[Popen[bytes], float]] = {}
@@ -200,7 +200,7 @@ def run_all(folder: Path, runs: Sequence[Run], most: int, collections: int) -> d
         while waiting or running:
             while waiting and len(running) < most:
                 run = waiting.pop(0)
-                log = folder / f"{run.key}.log"  # the logs of the parts are in the run's directory
+                log = folder / f"{run.key}.log"  # sampler and trainer log in the run's directory
                 log.unlink(missing_ok=True)  # of an earlier try
                 command = [sys.executable, "-m", "megatron_r3.cli", "rl", "run"]
                 process = start([*command, str(folder / f"{run.key}.toml")], _ENVIRONMENT, log)

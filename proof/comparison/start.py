@@ -1,8 +1,8 @@
 """The starting policy of all runs, made once, and the Megatron arguments of its shape and training.
 
-A policy that has learnt from wrong labels is unsure of itself. A few more steps on right labels
-make it sharp: most of its answers are right, but few of those of a sampler that routes with noise.
-Then the sampler's mistakes come from its routing, which is where replay can matter.
+A policy that has learnt from some wrong labels gives wrong answers too. A few more steps on right
+labels make most of its answers right. If a sampler adds noise to the routers of this policy, few
+answers are right: such mistakes come from the routing, and there replay can matter.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SHARPEN = "--wrong-labels 0 --train-iters 60 --lr 2e-3 --min-lr 1e-4 --lr-warmup
 
 
 def make(out: Path, megatron: Path, learn: str, sharpen: str) -> None:
-    """Train and export the policy, if it is not there.
+    """Train and export the policy, unless `out` is there.
 
     Args:
         out: the folder, with Megatron's `checkpoint`, and a transformers directory for each dtype
@@ -50,14 +50,13 @@ def make(out: Path, megatron: Path, learn: str, sharpen: str) -> None:
         learn, sharpen: arguments of the two trainings.
 
     Raises:
-        demo.process.Failed: a training or the export failed; with the end of its log.
+        demo.process.Failed: a training or the export failed; the message has the end of the log.
     """
     if out.exists():
         print(f"starting policy: {out} is there", flush=True)
         return
-    new = out.with_name(
-        f"{out.name}.new"
-    )  # if this is stopped, `out` does not have half of a policy
+    # `out` gets its name last, so it never has half of a policy
+    new = out.with_name(f"{out.name}.new")
     shutil.rmtree(new, ignore_errors=True)
     learnt, checkpoint = str(new / "learnt"), str(new / "checkpoint")
     again = ["--load", learnt, "--finetune", "--no-load-optim", "--no-load-rng"]

@@ -1,12 +1,11 @@
-"""The comparison's task: sort eight digits. An answer counts only if all of it is right.
+"""The task of the comparison: sort eight digits. The reward is 1 if the whole answer is right.
 
 A prompt is `<bos> 3 1 2 5 5 0 9 7 =`, its answer `0 1 2 3 5 5 7 9 <eos>`. Run as a program, this
-file is the first training of the policy, a Megatron script with one option of its own:
+file trains the starting policy (`start.py`), as a Megatron script with one option of its own:
 
     ... -m megatron_r3.cpu proof/comparison/task.py --wrong-labels SHARE <Megatron's arguments>
 
-It trains on problems whose answers have a share of wrong digits. A policy that learns from wrong
-labels is unsure; after a few more steps on right labels it is sharp.
+The script trains on problems whose answers have this share of wrong digits.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import numpy as np
 
 from demo.task import BOS, EOS, EQUALS, FIRST_DIGIT
 
-# For types only: the first training knows nothing of rollouts.
+# for types only: the training here knows nothing of rollouts
 if TYPE_CHECKING:
     from megatron_r3.collect.reward import RewardSample
 
@@ -30,7 +29,7 @@ SEQ_LENGTH = 20  # of a batch: prompt and answer are 19 tokens
 
 
 def problem(index: int, wrong_labels: float = 0.0) -> tuple[list[int], list[int]]:
-    """Prompt and answer of the problem with this number, which is the same in every process.
+    """Prompt and answer of the problem with this number; the number determines the problem.
 
     Args:
         index: the number of the problem.

@@ -17,6 +17,7 @@ from megatron_r3.collect.reward import RewardSample
 from megatron_r3.loop.config import Config, ConfigError, read_config
 from megatron_r3.loop.trainer import trainer_command
 from megatron_r3.train.update_options import read_loss, read_use, refuse_update
+from proof.comparison import run as compare
 from proof.comparison.arms import COLLECTIONS, SEEDS, Run, runs_of
 from proof.comparison.run import PROMPTS, RESULT, collected, finish, main, run_all, write_config
 from proof.comparison.task import EOS, MAX_ANSWER, SEQ_LENGTH, VOCAB_SIZE, problem, reward
@@ -201,3 +202,14 @@ def test_a_share_of_the_labels_is_wrong(share: float, expected: float) -> None:
     assert all(wrong[1][-1] == EOS for _, wrong in both)
     differ = np.array([np.array(right[1]) != np.array(wrong[1]) for right, wrong in both])
     assert abs(differ[:, :-1].mean() - expected) < 0.02
+
+
+@pytest.mark.parametrize("name", ["megatron_r3/a.py", "demo/a.py", "patches/LINE/a.patch"])
+def test_results_of_other_code_are_not_taken(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compare, "ROOT", tmp_path)
+    before = compare.digest_of("options")
+    (tmp_path / name).parent.mkdir(parents=True)
+    (tmp_path / name).write_text("other code")
+    assert compare.digest_of("options") != before != compare.digest_of("other options")
