@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_r3.collect.prompt_plan import read_model
 from megatron_r3.data.engines.shape import ModelShape
-from proof.fuzz.damage import TEXTS, damage, noise, odd, text_of
+from proof.fuzz.damage import TEXTS, damage, noise, odd
 from proof.fuzz.driver import Kind
 from proof.fuzz.outcome import judged, note
 
@@ -44,7 +44,7 @@ def attempt(rng: random.Random, folder: Path, state: None) -> str:
         said = _possible(config, rng)
     if kind == "damage":
         said = " and ".join(_change(config, rng) for _ in range(rng.choice((1, 1, 2))))
-    data = text_of(config)
+    data = json.dumps(config).encode()
     if kind == "text":
         data = rng.choice(TEXTS).encode()
     if kind == "noise":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 import random
 from typing import Any
@@ -111,8 +110,3 @@ def damage(value: Any, rng: random.Random, never: tuple[str, ...] | None = None)
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def text_of(value: Any) -> bytes:
-    """A value as JSON in UTF-8; lone surrogates are written as they are."""
-    return json.dumps(value).encode(errors="surrogatepass")

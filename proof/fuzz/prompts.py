@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_r3.collect.prompts import read_prompts
-from proof.fuzz.damage import TEXTS, damage, noise, odd, text_of
+from proof.fuzz.damage import TEXTS, damage, noise, odd
 from proof.fuzz.driver import Kind
 from proof.fuzz.outcome import judged, note
 
@@ -46,7 +46,7 @@ def attempt(rng: random.Random, folder: Path, state: None) -> str:
     path = folder / "prompts.jsonl"
     kind = rng.choice(("nothing", *["damage"] * 6, "line", "line", *["noise"] * 3, "no file"))
     said = _change(lines, rng) if kind == "damage" else kind
-    texts = [text_of(line) for line in lines]
+    texts = [json.dumps(line).encode() for line in lines]
     if kind == "line":
         texts.insert(rng.randrange(len(texts) + 1), rng.choice(_LINES).encode())
     data = rng.choice((b"\n", b"\n\n", b"\r\n")).join(texts) + rng.choice((b"", b"\n", b" \n\t"))
