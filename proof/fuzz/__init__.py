@@ -1,1 +1,1 @@
-"""Try bad input, thousands of times: the code must be right, or refuse it with one clear line."""
+"""Tries with bad input: the code must give the right result, or refuse with one clear line."""

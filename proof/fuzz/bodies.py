@@ -68,7 +68,7 @@ def make_rows(rng: random.Random, rows: int, shape: ModelShape) -> np.ndarray:
 
 
 def make_answer(rng: random.Random, shape: ModelShape, choices: int) -> Answer:
-    """An answer with a made-up prompt and made-up samples, all of whose values are possible."""
+    """An answer with a made-up prompt and made-up samples; all values are possible."""
     prompt = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 7))]
     answer = Answer(prompt, prompt)
     for _ in range(choices):
@@ -83,7 +83,7 @@ def make_answer(rng: random.Random, shape: ModelShape, choices: int) -> Answer:
 
 
 def npy(rows: np.ndarray) -> str:
-    """vLLM from 0.22 on: a `.npy` file in base64, with ids in uint8 where they fit."""
+    """Routes as vLLM 0.22 and later send them: a `.npy` file in base64, in uint8 if all ids fit."""
     small = rows.dtype.kind == "i" and rows.size and rows.min() >= 0 and rows.max() < 256
     stream = io.BytesIO()
     np.save(stream, rows.astype(np.uint8) if small else rows)
@@ -91,12 +91,12 @@ def npy(rows: np.ndarray) -> str:
 
 
 def int32(rows: np.ndarray) -> str:
-    """SGLang: the bytes of an int32 tensor in base64, without its shape."""
+    """Routes as SGLang sends them: the bytes of an int32 tensor in base64, without its shape."""
     return base64.b64encode(rows.astype("<i4").tobytes()).decode()
 
 
 def shaped(rows: np.ndarray) -> list[Any]:
-    """A patched Megatron: bytes in base64, with dtype and shape beside them."""
+    """Routes as a patched Megatron sends them: bytes in base64, beside their dtype and shape."""
     small = rows.size and rows.min() >= -(1 << 15) and rows.max() < 1 << 15
     routes: list[Any] = engine_bodies.as_bytes(rows.astype("<i2" if small else "<i4"))
     return routes
@@ -119,7 +119,7 @@ def _content(choice: Choice) -> dict[str, Any]:
 
 
 def _sent(choice: Choice) -> dict[str, Any]:
-    """The fields of a choice in vLLM's chat and `generate` bodies."""
+    """The fields of a choice in all bodies of vLLM; /v1/completions has other log-probs."""
     routes = {"routed_experts": npy(choice.rows)}
     return {"logprobs": _content(choice), "token_ids": choice.tokens, **routes}
 
@@ -146,7 +146,7 @@ _CHAT = {"messages": [{"role": "user", "content": "say something"}], "logprobs":
 
 
 def completions(answer: Answer) -> Exchange:
-    """vLLM's /v1/completions."""
+    """A body of vLLM's /v1/completions, and its request."""
 
     def fields(one: Choice) -> dict[str, Any]:
         prompt = {"prompt_token_ids": answer.returned_prompt}
@@ -157,20 +157,20 @@ def completions(answer: Answer) -> Exchange:
 
 
 def chat(answer: Answer) -> Exchange:
-    """vLLM's /v1/chat/completions. The request has no token ids of the prompt; the body has."""
+    """A body of vLLM's /v1/chat/completions. Only the body has the token ids of the prompt."""
     body = _body(answer, "chat.completion", _sent)
     return {**body, "prompt_token_ids": answer.returned_prompt}, _asked(answer, **_CHAT)
 
 
 def generate(answer: Answer) -> Exchange:
-    """vLLM's /inference/v1/generate."""
+    """A body of vLLM's /inference/v1/generate, and its request."""
     params = {"max_tokens": answer.max_tokens, "logprobs": 1, "n": len(answer.choices)}
     request = {"model": "tiny", "token_ids": answer.prompt, "sampling_params": params}
     return _body(answer, "generate", _sent), request
 
 
 def sglang(answer: Answer) -> Exchange:
-    """SGLang's /generate: the body is one sample, or a list of several."""
+    """A body of SGLang's /generate: one sample, or a list of several samples."""
     items = []
     for one in answer.choices:
         names = (one.tokens if one.names is None else one.names)[: len(one.logprobs)]
@@ -191,7 +191,7 @@ def sglang(answer: Answer) -> Exchange:
 
 
 def sglang_openai(answer: Answer) -> Exchange:
-    """SGLang's /v1/completions: routes are in `sglext`, or with several choices in `meta_info`."""
+    """A body of SGLang's /v1/completions, with routes in `sglext`, or in each choice if several."""
     body, request = completions(answer)
     for one, choice in zip(answer.choices, body["choices"], strict=True):
         del choice["routed_experts"]
@@ -203,7 +203,7 @@ def sglang_openai(answer: Answer) -> Exchange:
 
 
 def megatron(answer: Answer) -> Exchange:
-    """A patched Megatron's /v1/chat/completions. Only the body has the prompt's token ids."""
+    """A body of Megatron's /v1/chat/completions. Only the body has the prompt's token ids."""
 
     def fields(one: Choice) -> dict[str, Any]:
         message = {

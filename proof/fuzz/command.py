@@ -25,7 +25,7 @@ def start(arguments: Sequence[str], folder: Path, name: str) -> subprocess.Popen
 
 
 def ended(process: subprocess.Popen[bytes], limit_s: float, what: str) -> int:
-    """Wait for a process and return its exit status; a Fault if it takes longer than `limit_s`."""
+    """Wait for a process, return its exit status; after `limit_s` kill it and raise a Fault."""
     try:
         return process.wait(limit_s)
     except subprocess.TimeoutExpired:

@@ -107,7 +107,7 @@ def _whole(value: Any, least: int, most: int) -> int | None:
 
 
 def _moe(config: dict[str, Any], layers: int) -> tuple[int, ...] | None:
-    # a list of all layers overrules all other fields: ["dense", "sparse"]: layer 1 is a MoE layer
+    # a list of all layers overrules all other fields; with ["dense", "sparse"] layer 1 has experts
     names = config.get("mlp_layer_types")
     if names is not None:
         if not isinstance(names, list) or len(names) != layers:
@@ -146,7 +146,7 @@ def _moe(config: dict[str, Any], layers: int) -> tuple[int, ...] | None:
 
 
 def _possible(config: dict[str, Any], rng: random.Random) -> str:
-    """Set other values, most of which are possible; return which number was changed."""
+    """Set other values, of which most are possible; return the name of the changed number."""
     name = rng.choice([key for key, value in config.items() if type(value) is int])
     config[name] = rng.choice((1, 2, 3, 5, 8, 61, 256, 20_000, 4_000_000_000))
     layers = config["num_hidden_layers"]

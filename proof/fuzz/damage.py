@@ -27,12 +27,12 @@ TEXTS = (
 
 
 def odd(rng: random.Random) -> Any:
-    """A number or another odd value; the caller may change it, for it is a copy."""
+    """A copy of a number or of another odd value."""
     return copy.deepcopy(rng.choice(rng.choice((NUMBERS, ODD))))
 
 
 def noise(data: bytes, rng: random.Random) -> tuple[bytes, str]:
-    """Damage bytes as a disk, a network or an editor might; also return what was done."""
+    """The bytes, damaged as by a disk, a network or an editor; and what was done to them."""
     changed, where = bytearray(data), rng.randrange(len(data))
     length = min(rng.choice((1, 2, 8, 64, 512)), len(data) - where)
     kind = rng.choice(("flip", "set", "noise", "cut", "append", "delete", "insert", "zero", "move"))
@@ -83,15 +83,16 @@ def damage(value: Any, rng: random.Random, never: tuple[str, ...] | None = None)
     Args:
         value: the JSON value, which is changed in place.
         rng: chooses.
-        never: None: anything may change. Else the damaged value must be an impossible one: a number
-            does not replace a number, nor a text a text, except in the fields with these names.
+        never: fields that may get any value. Every other field gets a value that is impossible for
+            it: no number in place of a number, no text in place of a text. None: every field may
+            get any value.
 
     Returns:
         What was done.
     """
-    # An item deep in a list may have another possible value. Example: the path of the first token
-    # of a body is ("choices", 0, "token_ids", 0). So with `never`, items change only where their
-    # path has at most 3 steps.
+    # A list that loses an item, or gets another one, may still be possible, if it is deep in the
+    # value. Example: the path of the first token of a body is ("choices", 0, "token_ids", 0). So
+    # with `never`, only items whose path has at most 3 steps change.
     paths = [p for p in places(value) if never is None or not isinstance(p[-1], int) or len(p) < 4]
     *parents, last = rng.choice(paths)
     parent = at(value, tuple(parents))

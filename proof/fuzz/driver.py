@@ -22,7 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine
 from proof.fuzz.outcome import RIGHT
 
 PLACE = Path(__file__).parents[2] / "build" / "fuzz"
-_MEMORY = 1 << 30  # by how many bytes a class may grow: no input may make its reader fill memory
+_MEMORY = 1 << 30  # how many bytes a try may take: no input may make its reader fill the memory
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,14 @@ class Kind:
 
 
 def emptied(folder: Path) -> Path:
-    """This folder, empty."""
+    """Make a folder, or remove what is in the folder; return its path."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     return folder
 
 
 def settings(tries: int, **more: Any) -> hypothesis.settings:
-    """Settings of hypothesis; a fault is printed with a decorator that makes its try again."""
+    """Settings of hypothesis; a fault is printed with a decorator that repeats the try."""
     return hypothesis.settings(
         max_examples=tries,
         database=None,
@@ -84,7 +84,7 @@ def input_test(kind: Kind, tries: int, place: Path = PLACE) -> Callable[[], None
 
 @contextmanager
 def _limited_memory() -> Iterator[None]:
-    """Let the code under test take no more than _MEMORY bytes: it runs in this process."""
+    """Let the code under test, which runs in this process, take at most _MEMORY more bytes."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     most = pages * os.sysconf("SC_PAGE_SIZE") + _MEMORY
@@ -132,10 +132,10 @@ class Machine(RuleBasedStateMachine):
 
 
 def machine_test(machine: type[Machine], tries: int, steps: int) -> Any:
-    """A TestCase that makes `tries` runs of a machine, each with so many steps.
+    """A TestCase that makes `tries` runs of a machine, each of at most `steps` steps.
 
-    A run is not shrunk: that would take hundreds of runs of seconds each, and a run has few steps
-    anyway.
+    A run is not shrunk: shrinking would take hundreds of runs of seconds each, and a run has few
+    steps anyway.
     """
     case: Any = machine.TestCase
     case.settings = settings(tries, stateful_step_count=steps, phases=(Phase.generate,))

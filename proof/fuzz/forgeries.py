@@ -1,7 +1,7 @@
 """Put impossible values into a shard, under checksums that are right.
 
-No rollout can have a forged value. So a reader that accepts the shard is wrong, unless all that the
-reader returns is what was written, because it does not use the value. The checksums are made by
+No rollout can have a forged value. So a reader that accepts the shard is wrong, unless the reader
+does not use the value, and all that it returns is what was written. The checksums are made by
 tests/support/stored.py, which is written from docs/rollout-store.md, without megatron_r3's writer.
 
 Shape suffixes (docs/glossary.md): K, L, M, N, T, U.
@@ -226,10 +226,7 @@ def _unknown(path: Path, rng: random.Random) -> str:
 
 
 def _entry(path: Path, rng: random.Random) -> str:
-    """Give a tensor's entry in safetensors' header a false shape, type or place, or change a text.
-
-    The texts are those of `__metadata__`.
-    """
+    """Put a lie into safetensors' header: a tensor's shape, type or offsets, or a metadata text."""
     tensors = load_file(path)
     name = rng.choice([*tensors, "__metadata__"])
     if name == "__metadata__":

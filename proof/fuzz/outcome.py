@@ -41,7 +41,7 @@ class _Hang(BaseException):
 
 
 def note(folder: Path, text: str) -> None:
-    """Say what is wrong with the input of a try; in a file too, as the try may kill its process."""
+    """Note what is wrong with the input of a try, also in a file: the try may kill its process."""
     hypothesis.note(text)
     (folder / "what").write_text(text, errors="backslashreplace")
 
@@ -128,7 +128,7 @@ def judged(
 
 
 def _refusal(error: BaseException, names: Sequence[str], must: bool) -> str:
-    """REFUSED for a clear error: a plain ValueError or one of this project's; else a Fault."""
+    """REFUSED for a clear ValueError, a plain one or a subclass of this project; else a Fault."""
     own = type(error) is ValueError or type(error).__module__.partition(".")[0] == "megatron_r3"
     if not (isinstance(error, ValueError) and own):
         raise Fault(CRASH, "".join(traceback.format_exception(error, limit=-4)).strip())

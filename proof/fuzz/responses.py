@@ -33,7 +33,7 @@ from proof.fuzz.outcome import judged, note
 WHERE = "prompts.jsonl, line 3, sample 1"
 _WAYS = ("nothing", "other order", "other value", *["impossible"] * 3, *["field"] * 3, "base64",
          "base64", "choices", "text")  # fmt: skip
-# Fields that say nothing about the sample: whatever they hold, the same sample must come out.
+# Fields that say nothing about the sample: with any value in them, the same sample must come out.
 _SAY_NOTHING = ("created", "id", "usage", "stop_reason", "text", "top_logprobs", "bytes")
 _TEXTS = (
     *TEXTS, '{"error": {"message": "no room\\n\\u001b[2J"}}', '{"detail": "Not Found"}',
@@ -64,7 +64,9 @@ def attempt(rng: random.Random, folder: Path, state: None) -> str:
     (folder / "body").write_text(text, errors="surrogatepass")
     (folder / "request.json").write_text(json.dumps(request))
     wanted = [_samples(expected, dialect)]
-    if kind == "base64":  # right are the routes before the damage, and those that numpy reads now
+    if (
+        kind == "base64"
+    ):  # a decoder may give the routes as sent, or as numpy reads the damaged text
         _reread(expected, body, dialect)
         wanted.append(_samples(expected, dialect))
 
@@ -119,7 +121,7 @@ _BAD_TOKENS = (-1, 2**31, 2**63, 2**70, 1.0, "12", True, None, VOCABULARY)
 
 
 def _other_value(answer: Answer, dialect: Dialect, rng: random.Random) -> str:
-    """Put another possible value into an answer; return what kind. It must come out as sent."""
+    """Put another possible value into an answer; return its kind. A decoder must return it."""
     choice = rng.choice(answer.choices)
     where = rng.randrange(len(choice.tokens))
     kind = rng.choice(("token", "log-prob", "routes", "unknown fields", "no model", "reason"))
@@ -204,7 +206,7 @@ def _impossible_rows(choice: Choice, dialect: Dialect, rng: random.Random) -> st
 
 
 def _odd_field(body: Any, rng: random.Random) -> tuple[Any, str]:
-    """Remove or rename a field, or give it an impossible value; `_SAY_NOTHING` may get any."""
+    """Remove or rename a field, or give it an impossible value (any value for `_SAY_NOTHING`)."""
     return body, damage(body, rng, _SAY_NOTHING)
 
 
@@ -273,8 +275,8 @@ _CHANGES: dict[str, Callable[[Any, random.Random], tuple[Any, str]]] = {
 def _reread(answer: Answer, body: Any, dialect: Dialect) -> None:
     """Replace the routes of an answer by those that numpy reads from its damaged body.
 
-    Where numpy can read none, the answer keeps its routes: a decoder may refuse the body, or still
-    read what was sent.
+    If numpy cannot read the routes of a choice, the choice keeps its own: a decoder may refuse the
+    body, or still read what was sent.
     """
     if isinstance(body, dict) and "sglext" in body:
         holders = [body["sglext"]]
@@ -295,7 +297,7 @@ def _reread(answer: Answer, body: Any, dialect: Dialect) -> None:
             else:
                 shape = (-1, dialect.shape.num_hidden_layers, dialect.shape.topk)
                 rows = np.frombuffer(raw, "<i4").reshape(shape)
-        except Exception:  # numpy raises many kinds of errors
+        except Exception:  # numpy raises errors of many kinds
             continue
         choice.rows = rows
 

@@ -253,7 +253,7 @@ def _change_files(rng: random.Random, store: Path, base: Base) -> tuple[str, lis
     path.unlink()
     if kind == "renamed":
         odd_name = rng.choice([n for n in _NAMES if n.startswith("shard-")])
-        # readers take no file with such a name for a shard, so the shard is lost
+        # a reader finds this shard under none of these names, so the shard is lost
         (store / odd_name).write_bytes(data)
         kind = f"renamed to {odd_name}"
     elif kind == "a folder":

@@ -29,7 +29,7 @@ _WORKERS = 8
 LIMIT_S = 30.0
 _ON_THE_WAY = 3 * _WORKERS  # how many requests the server may still get after a signal
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL)
-# When the signal comes: the share of the missing samples that is answered then. None: while the
+# When the signal comes: once this share of the missing samples is answered. None: while the
 # collection's Python starts.
 _MOMENTS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0, None)
 _PAUSES = st.floats(0, 0.05)
@@ -117,7 +117,7 @@ class Collection(Machine):
         self.look_at_groups()
 
     def look_at_groups(self) -> None:
-        """Raise a Fault if a shard has an incomplete group, unless shards are smaller than one."""
+        """Raise a Fault if a shard has part of a group, unless a group is larger than a shard."""
         if not _num_stored(self.folder) or self.shard_size < self.n:
             return
         for shard in RolloutStore([self.folder / "store"]).shards:
@@ -186,7 +186,8 @@ def judge_end(
     # a second signal ends the collection at once; so does a signal while its Python starts
     if twice or not begun:
         allowed |= {-number, 1} if not begun else {-number}
-    if whole or status == 0:  # it may have ended before the signal came: `finish` checks the store
+    # the collection may have ended before the signal came; `finish` checks the store
+    if whole or status == 0:
         allowed |= {0, -number}
     if status not in allowed:
         outcome = CRASH if "Traceback" in error else SILENT

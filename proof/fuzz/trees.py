@@ -229,7 +229,7 @@ class Tree(Machine):
 
     @rule(rng=st.randoms(use_true_random=False))
     def change_git(self, rng: random.Random) -> None:
-        """Change .git. A rule of its own, so that it is chosen often: git can run many programs."""
+        """Change .git, in a rule of its own and so often: git can run many programs."""
         self.must &= _git_folder(self.state, rng, self.tree)
 
     @rule(command=st.sampled_from(("apply", "revert")), pause=st.floats(0, 0.8))
@@ -313,7 +313,7 @@ def _is_known(path: str, found: tuple[int, bytes] | None, state: State) -> bool:
 
 
 def _changed(before: Snapshot, after: Snapshot, ours: Collection[str]) -> list[str]:
-    """Paths other than `ours` that have changed. What a killed command left behind may be gone."""
+    """Paths other than `ours` that changed. A file that a killed command left may be removed."""
     # a patch that adds a file may add its folder too
     folders = {str(folder) for path in ours for folder in Path(path).parents}
     return sorted(

@@ -17,7 +17,7 @@ TRIES, ONLY = int(os.environ.get("FUZZ_TRIES", "10000")), os.environ.get("FUZZ_O
 
 
 def share(of_1000: int) -> int:
-    """How many tries a class makes."""
+    """How many tries a class makes: all with FUZZ_ONLY, else `of_1000` of 1,000, at least one."""
     return TRIES if ONLY else max(1, TRIES * of_1000 // 1000)
 
 
