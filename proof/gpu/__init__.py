@@ -1,1 +1,1 @@
-"""The kit for a GPU machine without a network: how it is built, and the steps that run there."""
+"""The steps of `make gpu`, and the kit that brings them to a GPU machine without a network."""

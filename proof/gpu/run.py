@@ -6,7 +6,8 @@
 TREE is a patched Megatron-LM; DIR is the folder of `make demo`, with its checkpoint and rollouts.
 RESULTS gets one file for each GPU and day, with the records of the steps by name, and under "steps"
 how each step ended. RESULTS/logs has all output of each step. A step that has a result is not run
-again, so that a later call goes on where one stopped. SITE has what proof/gpu/unpack installed.
+again, so a later call continues where an earlier call stopped. SITE is the folder into which
+proof/gpu/unpack installed packages.
 
 Exit status: 0 every step has a result and none failed; 1 a step failed or timed out; 2 the CUDA
 device, the tree or the demo's files are missing; 4 steps are left for another call; 130 stopped.
@@ -33,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 SKIPPED, LEFT = 77, 4
 # A rehearsed step may take this many times its limit, since other programs use the CPU too.
 REHEARSAL_PATIENCE = 5
-# Run in a process of its own: a CUDA context in this process would take memory of the GPU.
+# This runs in a process of its own: a CUDA context in this process would take memory of the GPU.
 FACTS = """
 import json, sys
 from proof.benchmarks.machine import device_of, machine_of, no_transformer_engine
@@ -48,7 +49,7 @@ Row = dict[str, Any]
 
 
 def main(argv: list[str] | None = None, steps: Sequence[Step] = STEPS) -> int:
-    """Run the steps that have no result."""
+    """Run the steps that have no result; return the exit status."""
     args = _arguments(argv)
     args.out = args.out.resolve()
     try:
@@ -58,7 +59,7 @@ def main(argv: list[str] | None = None, steps: Sequence[Step] = STEPS) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     (args.out / "logs").mkdir(parents=True, exist_ok=True)
-    rows: dict[str, Row] = {}  # how each step ended, by its name, those of earlier calls too
+    rows: dict[str, Row] = {}  # by name, how each step ended, in this call or an earlier one
     for file in sorted(args.out.glob(RECORDS)):
         rows |= json.loads(file.read_text()).get("steps", {})
     until = time.time() + 60 * args.minutes
@@ -69,7 +70,7 @@ def main(argv: list[str] | None = None, steps: Sequence[Step] = STEPS) -> int:
                     rows[step.name] = row
                     _record(rows, facts, places, args)
     except KeyboardInterrupt:
-        print("stopped: call this again to go on", file=sys.stderr)
+        print("stopped; the same command continues", file=sys.stderr)
         return 130
     print(f"results: {args.out}", *(line_of(name, row) for name, row in rows.items()), sep="\n")
     if left := [step.name for step in steps if step.name not in rows]:
@@ -84,7 +85,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--demo", type=Path, required=True, help="the folder that make demo made")
     parser.add_argument("--out", type=Path, required=True, help="the folder of the results")
     parser.add_argument("--site", type=Path, help="where proof/gpu/unpack installed packages")
-    hint = "for this call; a step whose limit does not fit is left for another (default: no limit)"
+    hint = "of this call; a step that may take longer is left for another call (default: no limit)"
     parser.add_argument("--minutes", type=float, default=float("inf"), help=hint)
     parser.add_argument("--rehearse", action="store_true", help="every step tiny, on the CPU")
     return parser.parse_args(argv)
@@ -113,8 +114,8 @@ def facts_of(args: argparse.Namespace, places: Places) -> Row:
 def environment(args: argparse.Namespace, places: Places, with_te: bool) -> dict[str, str]:
     """The variables that a step's process gets besides those of this process.
 
-    Steps that do not need Transformer Engine do not get that of --site, as on a machine that has
-    none. They do see a Transformer Engine that is installed in this Python itself.
+    A step that does not need Transformer Engine does not see the Transformer Engine of --site, but
+    does see a Transformer Engine that is installed in this Python itself.
     """
     paths = [ROOT, places.tree]
     if args.site is not None:
@@ -149,7 +150,7 @@ def take(
     except subprocess.TimeoutExpired:
         pass
     finally:
-        stop(process)  # with all that the step has started: nothing may run beside the next step
+        stop(process)  # and all that the step has started: nothing may run beside the next step
     row = outcome(status, log.read_text(errors="replace"), limit_s)
     row["seconds"] = round(time.monotonic() - began, 1)
     print(line_of(step.name, row), flush=True)
@@ -193,7 +194,8 @@ def _record(rows: dict[str, Row], facts: Row, places: Places, args: argparse.Nam
 def commit_of(checkout: Path) -> str:
     """The commit of a checkout: from the file that proof/gpu/pack wrote, else from git.
 
-    A "+" after the commit says that files were changed since. Without git it is "unknown".
+    A "+" after the commit says that files differ from the commit. Without git the commit is
+    "unknown".
     """
     packed = checkout / "COMMIT"
     if packed.exists():

@@ -18,14 +18,15 @@ class Step:
     """One process of `make gpu`.
 
     Attributes:
-        name: its name in the results and in printed lines.
+        name: the step's name in the results and in printed lines.
         command: what `python -m` runs; {tree}, {store}, {checkpoint} and {script} are filled in
             from `Places`. {record} becomes the options that say where to record, on which device.
         limit_s: seconds after which the step is killed.
         needs_te: whether the step is skipped if there is no Transformer Engine.
-        rehearsal: the command of a rehearsal, if it is another one: a step that needs Transformer
-            Engine may run without it (`--spec local`); if it has none, it is skipped.
-        suffix: added to its records' names, if another step runs the same program and cases.
+        rehearsal: the command of a rehearsal; empty for `command`. A rehearsal skips a step that
+            needs Transformer Engine, unless the step has a `rehearsal`, with `--spec local`.
+        suffix: added to the names of the step's records, because another step runs the same program
+            and cases.
     """
 
     name: str
@@ -38,7 +39,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Places:
-    """Where a step finds what it needs."""
+    """The files that a step reads."""
 
     tree: Path
     store: Path
@@ -47,12 +48,13 @@ class Places:
 
     @classmethod
     def of(cls, tree: Path, demo: Path) -> Places:
-        """The places in a patched tree and in the folder that the demo made.
+        """The files of a patched tree and of the folder that the demo made.
 
-        The script is the tree's own pretrain_gpt.py, or ours for a tree from PyPI, which has none.
+        The script is the tree's own pretrain_gpt.py. For a tree from PyPI, which has no such
+        script, it is megatron_r3/train/pretrain_gpt.py.
 
         Raises:
-            ValueError: something is not there; the message says what to type.
+            ValueError: a file or folder is not there; the message says what to type.
         """
         tree, demo = tree.resolve(), demo.resolve()
         config = tree / "megatron" / "core" / "transformer" / "transformer_config.py"
@@ -68,7 +70,7 @@ class Places:
         return cls(places.tree, places.store, places.checkpoint, ours)
 
     def words(self, command: str, record: list[str]) -> list[str]:
-        """A step's command with the places filled in; a path may have spaces in it."""
+        """A step's command as a list of words, with the paths filled in; a path may have spaces."""
         words: list[str] = []
         for word in command.split():
             words += record if word == "{record}" else [word.format(**vars(self))]
@@ -83,7 +85,7 @@ TRAIN += "--script {script} {record} --spec"
 
 
 def _te_training(name: str, limit_s: int) -> Step:
-    """A case of trainings under Transformer Engine; a rehearsal trains Megatron's own layers."""
+    """The step of a case under Transformer Engine; a rehearsal trains Megatron's own layers."""
     of_te, local = (f"{TRAIN} {spec} --cases {name}" for spec in ("te", "local"))
     return Step(f"te-{name}", of_te, limit_s, True, local)
 

@@ -1,4 +1,4 @@
-"""Trainings on a GPU: a tree's own training script, replayed, on one rank.
+"""Trainings with replay on a GPU, of one rank, by the training script of a tree.
 
     python -m proof.gpu.training --cases exactness,recorded --spec te --tree TREE --store DIR \\
         --checkpoint DIR --script TREE/pretrain_gpt.py --out RESULTS
@@ -7,8 +7,8 @@
 TREE is a patched Megatron-LM of 0.19; DIR are the demo's rollout store and checkpoint. Each case
 writes its rows as they come into a file of RESULTS (proof/benchmarks/machine.py), under the name
 `training CASE`. On a GPU the layers are Transformer Engine's (--spec te) or Megatron's own (--spec
-local); a rehearsal trains Megatron's own on the CPU, tiny. Exit status: 0 if every row shows what
-it must, 1 if one does not, 77 if every row was skipped, 2 for wrong arguments.
+local); a rehearsal trains Megatron's own, tiny, on the CPU. Exit status: 0 if every row shows what
+it must, 1 if a row does not, 77 if every row was skipped, 2 for wrong arguments or a wrong store.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SKIPPED = 77
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the cases that were asked for."""
+    """Run the cases that were asked for; return the exit status."""
     args = _arguments(argv)
     scale = REHEARSAL if args.rehearse else ON_GPU
     args.out.mkdir(parents=True, exist_ok=True)
@@ -84,7 +84,7 @@ def run(case: str, rows: Rows, out: Path, about: dict[str, Any]) -> list[dict[st
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="training", description=str(__doc__).splitlines()[0])
     add = parser.add_argument
-    add("--cases", required=True, help=f"some of {','.join(CASES)}")
+    add("--cases", required=True, help=f"one or several of {','.join(CASES)}")
     add("--tree", type=Path, required=True, help="a patched Megatron-LM of 0.19")
     add("--store", type=Path, required=True, help="the demo's rollout store")
     add("--checkpoint", type=Path, required=True, help="the demo's checkpoint")
@@ -97,13 +97,13 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
         help="layers of Transformer Engine, or Megatron's own",
     )
     add("--device", choices=("cuda", "cpu"), default="cuda")
-    add("--rehearse", action="store_true", help="tiny, to see that it runs")
+    add("--rehearse", action="store_true", help="tiny trainings, to try the program")
     args = parser.parse_args(argv)
     if (args.device == "cpu") != args.rehearse or (args.rehearse and args.spec == "te"):
         parser.error("--device cpu and --rehearse need each other, and --spec local")
     args.cases = args.cases.split(",")
     if unknown := [case for case in args.cases if case not in CASES]:
-        parser.error(f"--cases {unknown[0]}: one of {', '.join(CASES)}")
+        parser.error(f"--cases {unknown[0]}: no such case; the cases are {', '.join(CASES)}")
     return args
 
 

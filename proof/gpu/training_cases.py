@@ -2,7 +2,7 @@
 
 A case is a function that yields rows as they are known: a name, and the fields of the row. A row
 that cannot be measured here has `skipped` with the reason. Cases that compare the gradients of two
-trainings shift all routes by a token, so that a layer that routes live is far off.
+trainings shift all routes by a token, so that gradients of a layer that routes live are far off.
 """
 
 from __future__ import annotations
@@ -41,16 +41,17 @@ def judged(seen: Seen | RunFailed, judgement: Callable[[Seen], Row]) -> Row:
 def beside(seen: Seen | RunFailed, base: Seen | RunFailed, f: Callable[[Seen, Seen], Row]) -> Row:
     """The row of a training that is compared with another one."""
     if isinstance(base, RunFailed):
-        return {"ok": False, "error": f"what it is compared with failed: {base}"}
+        return {"ok": False, "error": f"the training to compare with failed: {base}"}
     return judged(seen, lambda one: f(one, base))
 
 
 def exactness(place: Place) -> Rows:
-    """Replayed, with and without a dispatch plan, and live; then the times of all three."""
+    """Train replayed, with and without a dispatch plan, and live; then time all three."""
     experts = GROUPED if place.te else ""
     plain = place.order(steps=3)
     orders = {
-        # The control: in few rollouts live routers may match recorded experts, not shifted ones.
+        # The control has shifted routes: in few rollouts live routers may choose all recorded
+        # experts, but not all shifted ones.
         "live": replace(plain, arguments=place.arguments("shifted", steps=3)),
         "replay without plan": place.order("right", NO_PLAN, steps=3),
         "replay with plan": place.order("right", "--moe-router-replay-verify-plan", steps=3),
@@ -62,15 +63,13 @@ def exactness(place: Place) -> Rows:
     ways = [*TURN] * turns
     unmeasured = ("--moe-router-replay-log-mismatch-interval", "0")
     timed = place.order("right", *unmeasured, steps=len(ways), ways=ways)
-    timed.arguments.remove(
-        "--moe-router-replay-verify-dispatch"
-    )  # verify-dispatch needs the metrics
+    timed.arguments.remove("--moe-router-replay-verify-dispatch")  # it needs the mismatch metrics
     (seen,) = place.run_all({"times": timed}).values()
     yield "times", judged(seen, lambda one: judge.times(one, TURN, place.scale.pairs))
 
 
 def recorded(place: Place) -> Rows:
-    """Record what the live routers choose, replay it, and replay it with one token changed."""
+    """Record what live routers choose, replay the record, and replay it with one expert changed."""
     ways = ["record", "recorded", "changed"]
     order = place.order("right", *DETERMINISTIC, steps=3, ways=ways, gradients=True)
     (seen,) = place.run_all({"record and replay": order}).values()
@@ -78,7 +77,7 @@ def recorded(place: Place) -> Rows:
 
 
 def recompute(place: Place) -> Rows:
-    """Recompute with and without binding to its micro-batch; fp8 recomputes by `te_checkpoint`."""
+    """Recompute, bound to its micro-batch or not; with fp8 Megatron calls `te_checkpoint`."""
 
     def order(*more: str, bound: bool = True) -> Order:
         return place.order("shifted", *DETERMINISTIC, *more, gradients=True, bound=bound)

@@ -1,6 +1,6 @@
-"""What the trainings of a case must show: functions, which tests call with wrong results.
+"""Judges what the trainings of a case showed. Tests call these functions with wrong results.
 
-Every function returns the fields of a row. `ok` says whether the row shows all that it must.
+A function that judges returns the fields of a row; `ok` says whether the row shows what it must.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from proof.fidelity.models import BF16
 from proof.gpu.training_rank import Seen, Step
 
 # The sampler and the trainer compute the same model, so log-probs of a token differ by rounding to
-# bfloat16. A weight that was not loaded, or in the wrong place, makes them differ by 1 and more.
+# bfloat16. If a weight was not loaded, or loaded into a wrong place, they differ by 1 and more.
 LOGPROB = 0.05
-# The loss is a mean over many tokens of ratio times advantage, both near 1.
+# how far two losses may differ: a loss is a mean over many tokens of ratio times advantage
 LOSS = 2e-3
-# Four micro-batches' gradients, each rounded to bfloat16 (2^-9 of its value) before it is added
+# The gradients of four micro-batches are rounded to bfloat16, by 2^-9 of the value, and then added.
 ROUNDED = 2e-2
 WARM_UP = 2  # steps of each way before times count
 
@@ -33,7 +33,7 @@ def dispatched(seen: Seen) -> float:
 
 
 def pairs(seen: Seen) -> int:
-    """How many pairs the last step counted, in all passes."""
+    """How many (token, expert) pairs the last step counted, in all passes."""
     return seen.steps[-1].dispatched[1] if seen.steps and seen.steps[-1].dispatched else 0
 
 
@@ -42,7 +42,8 @@ def trained(seen: Seen, experts: str = "", sampled: bool = True) -> dict[str, An
 
     Args:
         experts: the class that the experts must have; empty for any.
-        sampled: whether the store's log-probs are of this model and these routes, so must be near.
+        sampled: whether the store's log-probs are of this model with these routes, so that the
+            trainer's must be near.
     """
     losses = [value for step in seen.steps for value in step.losses.values()]
     finite = all(torch.isfinite(torch.tensor(losses)).tolist()) and bool(losses)
@@ -80,7 +81,7 @@ def same(one: Step, other: Step) -> bool:
 
 
 def recorded(seen: Seen) -> dict[str, Any]:
-    """Three steps: one recorded, one replayed the record, one replayed it but for one expert."""
+    """A training of three steps: recorded, replayed, and replayed with one expert changed."""
     first, again, changed = seen.steps
     row = trained(seen)
     row |= {"bitwise": same(first, again), "control_differs": not same(first, changed)}
@@ -89,7 +90,7 @@ def recorded(seen: Seen) -> dict[str, Any]:
 
 
 def compared(seen: Seen, base: Seen, tolerance: float = BF16) -> dict[str, Any]:
-    """A replayed training beside another one that computes the same."""
+    """A replayed training beside another training that computes the same."""
     last, other = seen.steps[-1], base.steps[-1]
     error = gradient_error(last.gradients, other.gradients) if other.gradients else float("inf")
     loss = abs(last.losses["policy loss"] - other.losses["policy loss"])
@@ -102,7 +103,7 @@ def recomputed(seen: Seen, base: Seen, passes: int, bitwise: bool, by: str) -> d
     """A training with recompute beside one without.
 
     Args:
-        passes: how many passes of the experts it must have for each one without recompute.
+        passes: how often the experts must run with recompute for each time without recompute.
         bitwise: whether the gradients must be the same to the last bit.
         by: the name in `Seen.counts` of what must have bound the recompute.
     """
@@ -115,7 +116,7 @@ def recomputed(seen: Seen, base: Seen, passes: int, bitwise: bool, by: str) -> d
 def unbound(seen: Seen, base: Seen, tolerance: float = BF16) -> dict[str, Any]:
     """The control of `recomputed`: the binding was undone, and both counts and gradients show it.
 
-    The recompute has no micro-batch then, routes live, and is not counted.
+    A recompute that is not bound has no micro-batch: it routes live, and no pairs are counted.
     """
     error = gradient_error(seen.steps[-1].gradients, base.steps[-1].gradients)
     passes = pairs(seen) / max(pairs(base), 1)
@@ -127,7 +128,7 @@ def times(seen: Seen, ways: Sequence[str], pairs_wanted: int) -> dict[str, Any]:
     """Ratios of neighbouring steps of one process that goes through the ways in turn.
 
     Args:
-        ways: the ways in their order; the others are compared with the first one.
+        ways: the ways in their order; each later way is compared with the first one.
         pairs_wanted: how many times all ways must have run after the warm-up.
     """
     seconds = [step.seconds for step in seen.steps]
@@ -153,7 +154,7 @@ def fused_wgrad(seen: Seen, base: Seen, fused: bool) -> dict[str, Any]:
 
 
 def graphed(seen: Seen, base: Seen) -> dict[str, Any]:
-    """A training with CUDA graphs beside one without: graphs were captured, its loss is steady."""
+    """A training with CUDA graphs beside one without: it has graphs, and its loss is steady."""
     row = compared(seen, base) | {"graphs": seen.counts.get("graphs", 0)}
     losses = [step.losses["policy loss"] for step in seen.steps]
     row["losses"] = losses

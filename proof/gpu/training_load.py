@@ -1,9 +1,9 @@
 """Load a checkpoint that was made with Megatron's local layers into Transformer Engine's.
 
-In the keys of a distributed checkpoint the two differ in one name. Upstream gives the norm before
-the MLP of a local layer the key that Transformer Engine's *dense* layer has, where the norm is part
-of the first linear layer. A MoE layer has no such linear layer, so there Transformer Engine's norm
-stays a module of its own (megatron/core/models/gpt/gpt_layer_specs.py,
+In the keys of a distributed checkpoint the two kinds of layers differ in one name. Megatron gives
+the norm before the MLP of a local layer the key that Transformer Engine's *dense* layer has, where
+the norm is part of the first linear layer. A MoE layer has no such linear layer, so there
+Transformer Engine's norm stays a module of its own (megatron/core/models/gpt/gpt_layer_specs.py,
 `sharded_state_dict_keys_map` of both specs):
 
     local layers, also of a MoE layer   decoder.layers.mlp.linear_fc1.layer_norm_weight
@@ -23,8 +23,8 @@ NORM, NORM_OF_LOCAL = ".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_"
 def load_local_checkpoints() -> None:
     """Have Megatron's `load_checkpoint` ask for the names that the checkpoint has.
 
-    A checkpoint that has the names of the model is loaded as it always was. A tensor that the
-    checkpoint has under neither name is an error, which Megatron's loader raises.
+    A checkpoint that has the names of the model is loaded as without this function. If the
+    checkpoint has a tensor under neither name, Megatron's loader raises an error.
     """
     from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
     from megatron.training import checkpointing
@@ -41,15 +41,16 @@ def load_local_checkpoints() -> None:
 
 
 def asked(state: dict[str, Any], saved: set[str]) -> dict[str, Any]:
-    """What to ask the checkpoint for.
+    """The state dict that asks the checkpoint for the names that it has.
 
     Args:
-        state: the model's sharded state dict, by parameter; its keys become those of `saved`.
+        state: the model's sharded state dict, by parameter. An item's `key` is changed to the name
+            in local layers, if `saved` has only that name.
         saved: the keys of the checkpoint.
 
     Returns:
-        The state, without any `_extra_state` if the checkpoint lacks one of them. These hold the
-        scales of fp8; a checkpoint of local layers has no scales, and Megatron loads without them.
+        The state. If the checkpoint lacks an `_extra_state`, the state has none: these items hold
+        the scales of fp8, and Megatron also loads a checkpoint without scales.
     """
     for item in state.values():
         other = item.key.replace(NORM, NORM_OF_LOCAL)

@@ -2,9 +2,9 @@
 
     python -m proof.gpu.training_rank ORDER.json RESULT.pt
 
-The process is the only rank. The script and its arguments are those of a user. Observations are
-made at the places where Megatron's own loop begins and ends a step. Megatron is imported only
-inside of functions, after `megatron_r3.cpu` was installed where there is no GPU.
+The process is the only rank. The script and its arguments are those of a user. Functions that
+Megatron's loop calls at the begin and the end of a step are wrapped, to observe the step. Megatron
+is imported only inside of functions; without a GPU, `megatron_r3.cpu.install` runs before.
 
 Shape suffixes (docs/glossary.md): K, T.
 """
@@ -34,10 +34,10 @@ class Order:
     Attributes:
         script: a training script of the tree.
         arguments: Megatron's command line.
-        ways: how each step routes, one of `WAYS`. Empty: all steps do as the arguments say.
+        ways: for each step one of `WAYS`. Empty: all steps route as the arguments say.
         cpu: whether the process runs under `megatron_r3.cpu`.
         gradients: whether the gradients of every step are kept.
-        bound: False unbinds recomputed functions from their micro-batch (a control).
+        bound: False, as a control: recomputed functions are not bound to their micro-batch.
         stand_in: whether torch computes what apex's fused_weight_gradient_mlp_cuda would.
         reference_gate: whether the plain reference runs where a GPU runs the gate's kernel.
     """
@@ -60,9 +60,9 @@ class Step:
         losses: what Megatron logs, by name.
         finite: whether every gradient is finite.
         seconds: from the call of `train_step` to the end of its work on the device.
-        dispatched: (token, expert) pairs that reached the recorded expert, and all of them, counted
-            in every pass; None where the step was not measured.
-        gradients: float32 on the host, by name of the parameter; empty where they are not kept.
+        dispatched: how many (token, expert) pairs reached the recorded expert, and how many pairs
+            there were, in all passes; None if the step was not measured.
+        gradients: float32 on the host, by name of the parameter; empty if they are not kept.
     """
 
     losses: dict[str, float] = field(default_factory=dict)
@@ -210,8 +210,8 @@ def _watch_calls(seen: Seen) -> None:
 
 
 # given: as the options say; live: no routes; no plan: replayed, without a dispatch plan;
-# record: live, and the routes are kept; recorded: replays the kept routes; changed: replays them
-# with another expert for one token
+# record: live, and the routes are kept; recorded: replays the kept routes; changed: replays the
+# kept routes, with another expert for one token
 WAYS = ("given", "live", "no plan", "record", "recorded", "changed")
 
 

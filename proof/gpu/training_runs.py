@@ -39,8 +39,8 @@ TE_ARGS = ["--transformer-impl", "transformer_engine", "--moe-grouped-gemm"]
 LOCAL_ARGS = ["--transformer-impl", "local"]
 # With this learning rate the weights do not change, so that steps and runs can be compared.
 FROZEN = ["--lr", "1e-30", "--min-lr", "0"]
-# Attention is not what is compared. Transformer Engine's unfused attention is the same on every
-# machine. The environment variables are those that deterministic mode asks for.
+# Attention is not compared, so it is Transformer Engine's unfused attention, which every machine
+# has. The environment variables are those that Megatron's deterministic mode asks for.
 DETERMINISTIC = ["--deterministic-mode", "--attention-backend", "unfused"]
 DETERMINISTIC_ENV = {
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
@@ -106,7 +106,7 @@ class Place:
         return Order(str(self.script), argv, cpu=self.cpu, **order)
 
     def run_all(self, orders: Mapping[str, Order]) -> dict[str, Seen | RunFailed]:
-        """Run trainings side by side; what each showed, or why it failed, by name."""
+        """Run trainings side by side; return, by name, what each showed or why it failed."""
         with ThreadPoolExecutor(self.scale.jobs) as pool:
             futures = {name: pool.submit(self._tried, name, o) for name, o in orders.items()}
             return {name: future.result() for name, future in futures.items()}
@@ -121,7 +121,7 @@ class Place:
         """Run one training.
 
         Raises:
-            RunFailed: it did not exit with 0 in time.
+            RunFailed: the training did not exit with status 0 in time.
         """
         stem = name.replace(" ", "-").replace("/", "-")
         paths = [self.folder / f"{stem}.{kind}" for kind in ("json", "pt", "log")]
