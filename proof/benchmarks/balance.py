@@ -5,9 +5,9 @@
 The benchmark trains on made-up routes with a given share of the load on the first rank, in three
 ways: without guest slots, with slots that stay empty, and with guests. The table has the load of
 the busiest rank divided by the mean load, and what planning and sending cost for a micro-batch and
-rank. The table also has three times of a step, each divided by that of the steps without slots in
-the same round: the wall time, the longest CPU time of a rank, and the longest CPU time of a rank
-inside its MoE layers. Exit status 1: the load with guests is above the limit of the case.
+rank. The table also has the wall time of a step, the longest CPU time of a rank, and the longest
+CPU time of a rank inside its MoE layers, each divided by that of the steps without slots in the
+same round. Exit status 1: the load with guests is above the limit of the case.
 
 Shape suffixes (docs/glossary.md): L, R.
 """
@@ -50,7 +50,7 @@ from proof.benchmarks.turns import (
 # without guest slots; with slots that stay empty; with guests
 WAYS = OFF, EMPTY, GUESTS = ("off", "empty", "guests")
 ROLLOUTS, BATCH = 32, 4
-NEVER = 1 << 60  # as the least number of tokens of a guest: no expert gets one
+NEVER = 1 << 60  # if a guest needs so many tokens, no expert gets a guest
 
 
 class Case(NamedTuple):

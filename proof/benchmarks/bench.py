@@ -140,17 +140,17 @@ def line(cells: Iterable[str]) -> str:
 
 
 def number(name: str, form: str = ".0f", times: float = 1.0) -> Callable[[Row], str]:
-    """A function from a row to a cell: a number, times `times`; empty if the row has none."""
+    """A function from a row to a cell: `times` the number `name`; empty if the row has none."""
     return lambda row: "" if row.get(name) is None else format(times * row[name], form)
 
 
 def text(name: str) -> Callable[[Row], str]:
-    """A function from a row to a cell: a value as text; empty if the row lacks the value."""
+    """A function from a row to a cell: the value `name` as text; empty if the row has none."""
     return lambda row: str(row.get(name, ""))
 
 
 def ratio(name: str) -> Callable[[Row], str]:
-    """A function from a row to a cell: a ratio, or "cannot tell"; empty if the row has none."""
+    """A function from a row to a cell: `interval.shown` of the ratio `name`, empty without one."""
     return lambda row: shown(row[name]) if row.get(name) else ""
 
 

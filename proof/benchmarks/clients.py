@@ -5,11 +5,11 @@
 
 All ways train one model on one batch and its routes, with EP 1 and EP 2, without and with full
 recompute. There are two training steps: that of verl 0.9.1's own engine, and one that is written by
-hand. In each step the replay is done by the framework's code, by the same code on top of
-megatron_r3, and by `replaying`. The table compares what is counted: waits, copies, collectives,
-bytes. The ways patch Megatron differently, so each way has processes of its own, and their times
-cannot be compared. Exit status 1: a router took other routes than those of its micro-batch, a layer
-with a dispatch plan waits, or the checks of these two could not fail.
+hand. The ways of a step differ in what replays: the framework's code, the same code on top of
+megatron_r3, or `replaying`. The table compares what is counted: waits, copies, collectives, bytes.
+The ways patch Megatron differently, so each way has processes of its own, and their times cannot be
+compared. Exit status 1: a router took other routes than those of its micro-batch, a layer with a
+dispatch plan waits, or a control shows that such faults are not found.
 
 Megatron and the frameworks are imported inside the functions.
 
@@ -444,7 +444,7 @@ class Batch:
         return [range(first, first + TOGETHER) for first in range(0, SAMPLES, TOGETHER)]
 
     def num_tokens(self) -> int:
-        """The tokens of all samples."""
+        """How many tokens all samples have together."""
         return sum(map(len, self.tokens))
 
     def turned(self, chosen: list[np.ndarray]) -> list[np.ndarray]:
@@ -545,7 +545,7 @@ class SkyRL(Live):
         self._host = [torch.from_numpy(array) for array in (padded, no_route, attention)]
 
     def forward(self, chunk: Any, samples: range, run: Run) -> torch.Tensor:
-        """Set up the replay of the forward pass, run the pass, set up that of backward."""
+        """Set up the replay of the forward pass, run the pass, set up the replay of backward."""
         from skyrl.backends.skyrl_train.distributed.megatron import token_metadata
         from skyrl.backends.skyrl_train.utils import replay_utils
 

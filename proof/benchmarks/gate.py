@@ -69,7 +69,7 @@ class Code(NamedTuple):
         registers: how many registers a thread has.
         stack: bytes of a thread that do not fit into registers.
         instructions: how many instructions a warp runs.
-        accesses: how many of the instructions use global memory, by their names.
+        accesses: by the name of an instruction, how many of these use global memory.
     """
 
     rows: int

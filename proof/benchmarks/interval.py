@@ -25,8 +25,8 @@ import numpy as np
 
 Way = TypeVar("Way")
 CONFIDENCE = 0.99
-# The numbers of values after which a benchmark looks whether it can tell a difference. 8 is the
-# smallest number whose extremes are an interval at 99 % (2 / 2**8 = 0.8 %).
+# The numbers of values after which a benchmark looks whether it can tell a difference. With 8
+# values, and not with fewer, the smallest and the largest are an interval at 99 %.
 LOOKS = (8, 16, 32, 64, 128, 256)
 
 
@@ -79,8 +79,8 @@ def median_of(values: Sequence[float], confidence: float = CONFIDENCE) -> Median
     logs, n = np.log(values), len(values)
     first, second = np.triu_indices(n)
     means = np.sort(np.exp((logs[first] + logs[second]) / 2))
-    # The interval from the mean of rank r to the one of rank r from the end misses the true ratio
-    # with the chance 2 * P(signed rank < r). Take the largest r for which that is small enough.
+    # The interval from the r-th smallest mean to the r-th largest mean misses the true ratio with
+    # the chance 2 * P(signed rank < r). Take the largest r for which this chance is small enough.
     rank = int(np.searchsorted(2 * _chance_of_rank(n), 1 - confidence, side="right"))
     median = float(np.median(means))
     if rank == 0:
@@ -127,7 +127,7 @@ def shown(record: Mapping[str, Any]) -> str:
 
     Returns:
         For example "0.930 (0.911 to 0.952)", "cannot tell (0.970 to 1.030)", or "cannot tell (3
-        values)" where there are fewer than an interval needs.
+        values)" if an interval needs more values.
     """
     if record["low"] is None or record["high"] is None:
         return f"cannot tell ({record['count']} value{'s' * (record['count'] != 1)})"

@@ -46,7 +46,7 @@ from proof.benchmarks.machine import device_of, machine_of, write_results
 from proof.benchmarks.timer import Timer, Times
 
 TOKENS = (1024, 4096, 16384, 65536)
-# for each ratio the way by whose time the time of a way is divided
+# for each ratio, the way whose time is the divisor
 RATIOS = {"of_unfused": UNFUSED, "of_te": TE, "of_copies": FLOOR}
 COLUMNS = {
     **{name: text(name) for name in ("model", "dtype", "tokens", "pass", "way")},
@@ -180,7 +180,7 @@ def _checked(name: str, outputs: dict[str, tuple[torch.Tensor, ...]], inputs: In
     """Whether a way computes what (a) computes.
 
     Transformer Engine's top-k is live and takes other experts than the recorded ones. So for a way
-    of Transformer Engine the kernel replays its experts, and must compute the same weights.
+    of Transformer Engine the kernel replays the way's experts, and must compute the same weights.
     """
     if name not in OF_OTHERS:
         return agree(outputs[name], outputs[UNFUSED], inputs.upstream_TE)

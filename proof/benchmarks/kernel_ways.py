@@ -25,7 +25,7 @@ from proof.benchmarks.machine import no_transformer_engine
 
 KERNEL, UNFUSED, COMPILED, FLOOR = "kernel", "(a) unfused", "(b) compiled", "(d) copies"
 TE, TE_GROUPS = "(c) TE, live", "(c) TE, live, groups"
-OF_OTHERS = (TE, TE_GROUPS)  # need a package that may be missing, and choose their own experts
+OF_OTHERS = (TE, TE_GROUPS)  # ways that choose experts live, with a package that may be missing
 Gate = Callable[[Tensor], tuple[Tensor, Tensor]]  # logits to probabilities and map, both [T, E]
 
 
@@ -116,7 +116,7 @@ def replay_of(map_TE: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def floor(inputs: Inputs) -> dict[str, Callable[[], Any]]:
-    """(d): plain fills and gathers of the bytes that each pass must move.
+    """Way (d) of each pass: plain fills and gathers of the bytes that the pass must move.
 
     The forward pass reads the logits of the given experts, and writes probabilities and map. The
     backward pass reads the logits of these experts and the gradient of their probabilities, and

@@ -134,7 +134,7 @@ def _given(args: argparse.Namespace) -> dict[str, int]:
 
 
 def _name(args: argparse.Namespace) -> str:
-    """The name of the record: "layers Qwen3-30B-A3B te 8192", then sizes unlike the model's."""
+    """The name of the record: "layers Qwen3-30B-A3B te 8192", and sizes that differ from usual."""
     usual = asdict(MODELS[args.model].sizes)
     name = f"layers {args.model} {args.spec} {args.sequence or usual['sequence']}"
     other = {n: v for n, v in _given(args).items() if n != "sequence" and v != usual[n]}

@@ -55,7 +55,7 @@ def check(stack: Stack, recompute: bool, tolerances: tuple[float, float]) -> Fou
 
     Args:
         tolerances: the largest relative distances from live that are allowed: that of the loss (for
-            a fused way, and for all if the two live losses differ), and that of the gradients.
+            a fused way, and for all ways if the two live losses differ), and that of the gradients.
 
     Returns:
         For each way the relative distances of loss and router gradients from live, the distance of
@@ -185,14 +185,14 @@ def peak_memory(stack: Stack, recompute: bool) -> Found:
 
 
 class Waits:
-    """Counts host waits and copies to the host of single steps.
+    """Counts the host waits and the copies to the host in single steps.
 
     On CUDA the counts are what the profiler sees in the whole step. On a CPU the counts are what
     the code of MoE layers would do on CUDA (see `proof.benchmarks.waits`); torch then stays
     instrumented.
 
     Attributes:
-        broken: what the profiler misses, so that its counts would be void; None if it works.
+        broken: what the profiler misses, which makes its counts void; None if it misses nothing.
     """
 
     def __init__(self, stack: Stack) -> None:
@@ -223,8 +223,8 @@ class Waits:
 def _instrumented(stack: Stack) -> Callable[[Callable[[], None]], dict[str, int]]:
     counts: Counter[str] = Counter()
     instrument(counts)
-    # Only of tensors that are made after `instrument` it is known whether they are on the host. So
-    # the plan is made again.
+    # A tensor that was made before `instrument` is not marked as one on the host. So the plan is
+    # made again.
     stack.plan()
     for layer in stack.layers:
         for name in ("sort_input_by_local_experts", "restore_output_by_local_experts"):

@@ -26,7 +26,7 @@ def machine_of() -> dict[str, str]:
 
 
 def machine_at_start() -> dict[str, Any]:
-    """`machine_of`, how many cores this process may use, and the load before anything is timed.
+    """What `machine_of` returns, the cores that this process may use, and the load at the start.
 
     Returns:
         Among others "load": the mean number of processes that ran or waited for a core in the last
@@ -60,7 +60,7 @@ def no_transformer_engine() -> str | None:
         if error.name == "transformer_engine":
             return "Transformer Engine is not installed"
         return f"Transformer Engine cannot be imported: {error}"
-    except Exception as error:  # if its compiled library is missing, the import raises other errors
+    except Exception as error:  # without the compiled library the import raises other errors
         return f"Transformer Engine cannot be imported: {' '.join(str(error).split())}"
     return None
 
@@ -82,8 +82,7 @@ def write_results(out: Path, bench: str, record: dict[str, Any]) -> Path:
         out = results_file(out, record)
         record = {**(json.loads(out.read_text()) if out.exists() else {}), bench: record}
     out.parent.mkdir(parents=True, exist_ok=True)
-    # A process that is killed here leaves the old file whole. From half a file no record could be
-    # read when the next one is added.
+    # If this process is killed here, the old file is still whole, so the next call can read it.
     new = out.with_name(f"{out.name}.new")
     new.write_text(json.dumps(record, indent=1) + "\n")
     new.replace(out)

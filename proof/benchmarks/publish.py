@@ -67,7 +67,7 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def summarise(results: list[list[Any]]) -> Row:
-    """A row from what `published` returned on each rank: the largest of all ranks, then medians."""
+    """A row from what `published` returned on each rank: medians of each round's largest rank."""
     rounds = [[of_rank[i] for of_rank in results] for i in range(len(results[0]))]
     walls = [max(seconds for seconds, *_ in of_round) for of_round in rounds]
     grown = [max(memory for _, memory, *_ in of_round) for of_round in rounds]
@@ -133,7 +133,7 @@ def published(rank: int, argv: list[str], out: Path, rounds: int) -> list[Any]:
     part = sum(p.nbytes for model in models for p in model.parameters())
     found = []
     for done in range(rounds + 1):
-        # Give freed memory back. The write would use it, and the write's memory would not show.
+        # Give freed memory back: the write would reuse this memory, and the peak would not grow.
         ctypes.CDLL(None).malloc_trim(0)
         distributed.barrier()
         Path("/proc/self/clear_refs").write_text("5")  # 5 resets the peak, VmHWM

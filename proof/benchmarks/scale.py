@@ -94,7 +94,7 @@ def counted() -> Iterator[dict[str, int]]:
 
 
 def play(folder: Path) -> Iterator[Row]:
-    """Rows with the file calls and bytes of 1,024 ranks on one store, by what is needed."""
+    """Rows with the file calls and bytes of 1,024 ranks, each divided by the least possible."""
     size = sum(path.stat().st_size for path in folder.iterdir())
     ranks = [(data, peer) for data in range(DP) for peer in range(CP * PP)]
     pairs, used_bytes, steps = 0, 0, dict.fromkeys(COUNTED, 0)
@@ -148,7 +148,7 @@ def _slice(store: RolloutStore, rollout: int, peer: int) -> tuple[np.ndarray, ra
 
 
 def reading(folder: Path) -> Iterator[Row]:
-    """CPU time of a rank's reads with checks of sums (and values), by that of reads without."""
+    """CPU time of a rank's reads that check sums (and values), divided by that of bare reads."""
     store = RolloutStore([folder])
 
     def read() -> None:
@@ -235,7 +235,7 @@ def startup(folder: Path, most: int) -> Iterator[Row]:
 
 
 def memory(folder: Path) -> Iterator[Row]:
-    """The memory of an open store of 4 shards with 800 tokens a rollout, by that with 50 tokens."""
+    """The memory of an open store with 800 tokens a rollout, divided by that with 50 tokens."""
     held = []
     for length in (50, 200, 800):
         write_store(folder / str(length), 4, length)

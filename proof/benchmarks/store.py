@@ -54,7 +54,7 @@ class Way:
     """One way to move routes.
 
     Attributes:
-        what: its name in the table.
+        what: the name of the way in the table.
         run: moves the routes of one round.
         num_bytes: how many bytes the routes of one round have in a store.
         bytes_per_token: what the way moves or stores for one token; None for a slice.

@@ -90,7 +90,7 @@ def _inside_moe() -> bool:
     """
     if getattr(_state, "depth", 0) > 1:
         return False
-    frame: Any = sys._getframe(2)  # neither this function nor the one that replaces torch's
+    frame: Any = sys._getframe(2)  # skips this function and the one that replaces torch's
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith(PLACE):
             return True

@@ -86,8 +86,8 @@ def runs_of(only: str = "", seeds: int = SEEDS) -> list[Run]:
     """The runs of the comparison: first all runs with the first seed, then those with the next.
 
     Args:
-        only: keys of regimes, or of an arm in a regime, with commas between them, such as
-            `noise/live,noise/r3`; empty for all.
+        only: regimes, or arms in a regime, by their keys and with commas between them, such as
+            `bf16,noise/live,noise/r3`; empty for all.
         seeds: how many seeds each arm has.
 
     Raises:

@@ -85,7 +85,7 @@ def measured(directory: Path, collections: int, steps: int) -> dict[str, list[fl
         trainer's router would take other experts.
 
     Raises:
-        ValueError: a collection has no such value, or one that is not finite.
+        ValueError: a collection lacks one of these values, or the value is not finite.
     """
     run = read_run(directory, directory.name)
 

@@ -40,7 +40,7 @@ FIRST_PORT = 31800  # of the first run; each later run has the next port
 RESULT = "result.json"
 PROMPTS, SAMPLES, MINI_STEPS = 8, 8, 2
 CHECKPOINT_EVERY = 20  # collections
-FIRST_PROMPT, EACH_SEED = 50_000_000, 1_000_000  # far from the problems of the first training
+FIRST_PROMPT, EACH_SEED = 50_000_000, 1_000_000  # problems that no training of `start.py` has
 # what all arms share; --seed is that of the run
 UPDATE = f"""
 --micro-batch-size 32 --global-batch-size 32 --rollouts-mini-steps {MINI_STEPS} --lr 4e-4

@@ -82,7 +82,6 @@ def damage(value: Any, rng: random.Random, never: tuple[str, ...] | None = None)
 
     Args:
         value: the JSON value, which is changed in place.
-        rng: chooses.
         never: fields that may get any value. Every other field gets a value that is impossible for
             it: no number in place of a number, no text in place of a text. None: every field may
             get any value.

@@ -31,11 +31,10 @@ class Kind:
 
     Attributes:
         name: the name of its folder in `PLACE`.
-        attempt: makes one try and returns its outcome, or raises a Fault. It gets random numbers,
-            which hypothesis chooses; an empty folder, in which it leaves the bad input; and the
-            result of `prepare`.
-        prepare: makes what all tries need. It is called once, with a folder that stays; by default
-            it does nothing.
+        attempt: makes one try and returns its outcome, or raises a Fault. The arguments are random
+            numbers, which hypothesis chooses; an empty folder for the bad input; and the result of
+            `prepare`.
+        prepare: makes what all tries need, once, in a folder that stays; the default makes nothing.
     """
 
     name: str
@@ -122,7 +121,7 @@ class Machine(RuleBasedStateMachine):
         """Make what all tries need; called once, with a folder that stays."""
 
     def finish(self) -> None:
-        """Do and judge what comes after the last step; here nothing."""
+        """Do and judge what comes after the last step; the default does nothing."""
 
     def teardown(self) -> None:
         """Finish the run, unless a Fault has ended it: hypothesis calls this in a `finally`."""

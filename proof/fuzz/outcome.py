@@ -37,7 +37,7 @@ class Fault(Exception):
 
 
 class _Hang(BaseException):
-    """Raised in code that takes too long. An `except Exception` of that code does not catch it."""
+    """Raised in code that takes too long; no `except Exception` of that code catches a `_Hang`."""
 
 
 def note(folder: Path, text: str) -> None:
@@ -71,7 +71,7 @@ def bad_line(text: str, names: Sequence[str]) -> str | None:
 
 
 def bad_stderr(text: str, names: Sequence[str]) -> str | None:
-    """Why the stderr of a command is not one clear `error:` line, in a few words; None if it is.
+    """Why the stderr of a command is not one clear `error:` line; None if it is such a line.
 
     A list may follow the line: `apply` names each wrong file on a line of its own.
     """
@@ -142,7 +142,7 @@ def _refusal(error: BaseException, names: Sequence[str], must: bool) -> str:
 
 @contextmanager
 def _limited() -> Iterator[None]:
-    """Stop the block after LIMIT_S, for example when it opens a pipe that nobody writes to."""
+    """Stop a block after LIMIT_S, for example a block that opens a pipe to which nobody writes."""
 
     def ring(number: int, frame: object) -> None:
         raise _Hang

@@ -64,9 +64,8 @@ def attempt(rng: random.Random, folder: Path, state: None) -> str:
     (folder / "body").write_text(text, errors="surrogatepass")
     (folder / "request.json").write_text(json.dumps(request))
     wanted = [_samples(expected, dialect)]
-    if (
-        kind == "base64"
-    ):  # a decoder may give the routes as sent, or as numpy reads the damaged text
+    # a decoder may return the routes as they were sent, or as numpy reads the damaged text
+    if kind == "base64":
         _reread(expected, body, dialect)
         wanted.append(_samples(expected, dialect))
 
@@ -121,7 +120,7 @@ _BAD_TOKENS = (-1, 2**31, 2**63, 2**70, 1.0, "12", True, None, VOCABULARY)
 
 
 def _other_value(answer: Answer, dialect: Dialect, rng: random.Random) -> str:
-    """Put another possible value into an answer; return its kind. A decoder must return it."""
+    """Put a possible value into an answer, which a decoder must return; return the value's kind."""
     choice = rng.choice(answer.choices)
     where = rng.randrange(len(choice.tokens))
     kind = rng.choice(("token", "log-prob", "routes", "unknown fields", "no model", "reason"))

@@ -37,7 +37,7 @@ _PAUSES = st.floats(0, 0.05)
 
 def prepare(shared: Path) -> ModuleType:
     """The module of the unit tests' server, which answers with recorded responses."""
-    # `nohup` or a shell's & makes this process ignore these signals, and a child inherits that
+    # `nohup` or a shell's & makes this process, and its children, ignore these signals
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     return engine_server

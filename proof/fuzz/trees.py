@@ -229,12 +229,12 @@ class Tree(Machine):
 
     @rule(rng=st.randoms(use_true_random=False))
     def change_git(self, rng: random.Random) -> None:
-        """Change .git, in a rule of its own and so often: git can run many programs."""
+        """Change .git, which can name programs; a rule of its own, so that it is chosen often."""
         self.must &= _git_folder(self.state, rng, self.tree)
 
     @rule(command=st.sampled_from(("apply", "revert")), pause=st.floats(0, 0.8))
     def kill(self, command: str, pause: float) -> None:
-        """Kill a command after `pause` seconds; below 0.4, at most 10 ms after its first write."""
+        """Kill a command after `pause` seconds; if that is below 0.4, just after a first write."""
         process = start([command, str(self.tree)], self.folder, "killed")
         if pause < 0.4:  # a command writes each file under this name, and then renames it
             while process.poll() is None and not any(self.tree.rglob(".*.megatron-r3-new")):

@@ -3,7 +3,7 @@
 Each class of tries is a test (docs/fuzz.md). A test fails at its first fault: input was accepted
 wrongly or refused wrongly, the code crashed or hung, or an error was not one clear line.
 
-FUZZ_TRIES is the number of tries: of all classes together, or of each where FUZZ_ONLY is set.
+FUZZ_TRIES is the number of tries: of all classes together, or of each class if FUZZ_ONLY is set.
 """
 
 from __future__ import annotations
