@@ -14,7 +14,7 @@ import torch
 from megatron_r3.replay.gate import GateInputs, GateOptions, GateOutput, gate_for, substitute_gate
 from proof.benchmarks.interval import LOOKS, enough, median_of
 from proof.benchmarks.layers_model import Stack
-from proof.benchmarks.waits import COPIES, WAITS, instrument, mark_host
+from proof.benchmarks.waits import COPIES, WAITS, count_passes, instrument
 
 Found = dict[str, dict[str, Any]]  # what was measured, by the name of the way
 PER_LAYER, PAGEABLE = "host waits per layer", "pageable copies to the device"
@@ -226,11 +226,7 @@ def _instrumented(stack: Stack) -> Callable[[Callable[[], None]], dict[str, int]
     # A tensor that was made before `instrument` is not marked as one on the host. So the plan is
     # made again.
     stack.plan()
-    for layer in stack.layers:
-        for name in ("sort_input_by_local_experts", "restore_output_by_local_experts"):
-            if hasattr(layer.token_dispatcher, name):
-                # a tensor on `permute_idx_device`, which is the CPU without moe_permute_fusion
-                mark_host(getattr(layer.token_dispatcher, name))
+    count_passes([stack.gpt], counts)
 
     def counted(step: Callable[[], None]) -> dict[str, int]:
         counts.clear()
