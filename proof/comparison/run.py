@@ -33,7 +33,7 @@ from megatron_r3.loop.processes import signals_raise, start, stop
 from proof.benchmarks.machine import machine_at_start
 from proof.comparison import report
 from proof.comparison.arms import ARMS, COLLECTIONS, REGIMES, SEEDS, Run, runs_of
-from proof.comparison.start import LEARN, MODEL, ROOT, SHARPEN, make
+from proof.comparison.start import MODEL, ROOT, make
 from proof.comparison.task import MAX_ANSWER, problem
 
 FIRST_PORT = 31800  # of the first run; each later run has the next port
@@ -62,13 +62,13 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     machine, began = machine_at_start(), time.monotonic()
     out, megatron = args.out.resolve(), args.megatron.resolve()
-    # results of other code, or of another starting policy, are in another folder
-    folder = out / digest_of(f"{args.learn} {args.sharpen} {args.collections}")
+    # results of other code, or of runs of another length, are in another folder
+    folder = out / digest_of(f"{args.collections}")
     try:
         with signals_raise():
-            make(folder / "start", megatron, args.learn, args.sharpen)
+            make(folder / "start", megatron)
             # runs are in the order of seeds, so more seeds change no port of earlier runs
-            for port, run in enumerate(runs_of("", args.seeds), start=args.first_port):
+            for port, run in enumerate(runs_of("", args.seeds), start=FIRST_PORT):
                 write_config(folder, run, megatron, port, args.collections)
             waiting = [run for run in wanted if not (folder / run.key / RESULT).exists()]
             print(f"{len(wanted)} runs, {len(wanted) - len(waiting)} of them complete", flush=True)
@@ -105,9 +105,6 @@ def _arguments() -> argparse.ArgumentParser:
     add("--only", default="", metavar="REGIME[/ARM],...", help=only)
     add("--seeds", type=_count, default=SEEDS)
     add("--collections", type=_count, default=COLLECTIONS, help="of each run")
-    add("--first-port", type=_count, default=FIRST_PORT, help="port of the first run's sampler")
-    add("--learn", default=LEARN, help="arguments of the first training")
-    add("--sharpen", default=SHARPEN, help="arguments of the second training")
     return parser
 
 

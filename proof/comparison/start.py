@@ -35,11 +35,13 @@ _TRAIN = """
 --seed 1234
 """.split()
 # first on labels of which 12 % are wrong, then on right ones
-LEARN = "--wrong-labels 0.12 --train-iters 400 --lr 3e-3 --min-lr 3e-4 --lr-warmup-iters 40"
-SHARPEN = "--wrong-labels 0 --train-iters 60 --lr 2e-3 --min-lr 1e-4 --lr-warmup-iters 10"
+_LEARN = (
+    "--wrong-labels 0.12 --train-iters 400 --lr 3e-3 --min-lr 3e-4 --lr-warmup-iters 40".split()
+)
+_SHARPEN = "--wrong-labels 0 --train-iters 60 --lr 2e-3 --min-lr 1e-4 --lr-warmup-iters 10".split()
 
 
-def make(out: Path, megatron: Path, learn: str, sharpen: str) -> None:
+def make(out: Path, megatron: Path) -> None:
     """Train and export the policy, unless `out` is there.
 
     Args:
@@ -47,7 +49,6 @@ def make(out: Path, megatron: Path, learn: str, sharpen: str) -> None:
             of a sampler: `bfloat16`, and `float32` without weights. A run takes the config from
             one of these directories, and the weights from what the trainer publishes.
         megatron: a patched tree.
-        learn, sharpen: arguments of the two trainings.
 
     Raises:
         demo.process.Failed: a training or the export failed; the message has the end of the log.
@@ -62,11 +63,8 @@ def make(out: Path, megatron: Path, learn: str, sharpen: str) -> None:
     again = ["--load", learnt, "--finetune", "--no-load-optim", "--no-load-rng"]
     export = ["--micro-batch-size", "1", "--load", checkpoint, "--hf-export", str(new / "bfloat16")]
     steps = {
-        "learn": ("proof/comparison/task.py", [*_TRAIN, *learn.split(), "--save", learnt]),
-        "sharpen": (
-            "proof/comparison/task.py",
-            [*_TRAIN, *sharpen.split(), *again, "--save", checkpoint],
-        ),
+        "learn": ("proof/comparison/task.py", [*_TRAIN, *_LEARN, "--save", learnt]),
+        "sharpen": ("proof/comparison/task.py", [*_TRAIN, *_SHARPEN, *again, "--save", checkpoint]),
         "export": ("megatron_r3/weights/hf.py", export),
     }
     env = {"PYTHONPATH": f"{megatron}:{ROOT}", "OMP_NUM_THREADS": "1"}
