@@ -112,14 +112,12 @@ class Bench:
         """What README.md has about a recorded run: a sentence on its machine, and the table.
 
         Raises:
-            ValueError: the file is no JSON object, or records a rehearsal, which measured nothing.
+            ValueError: the file is no JSON object.
         """
         try:
             found = dict(json.loads(path.read_text()))
         except (ValueError, TypeError) as error:
             raise ValueError(f"{path}: not a results file: {error}") from error
-        if found.get("rehearsal"):
-            raise ValueError(f"{path}: a rehearsal, which measured nothing")
         return (
             f"Recorded in `results/{path.name}`: {found['processor']} ({found['machine']}), "
             f"{found['cores']} cores,\nload {found['load']} at the start, Python "

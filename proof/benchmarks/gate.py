@@ -69,7 +69,7 @@ class Code(NamedTuple):
         registers: how many registers a thread has.
         stack: bytes of a thread that do not fit into registers.
         instructions: how many instructions a warp runs.
-        accesses: by the name of an instruction, how many of these use global memory.
+        accesses: how many instructions use global memory, by the instructions' names.
     """
 
     rows: int

@@ -94,7 +94,7 @@ def counted() -> Iterator[dict[str, int]]:
 
 
 def play(folder: Path) -> Iterator[Row]:
-    """Rows with the file calls and bytes of 1,024 ranks, each divided by the least possible."""
+    """Rows with the file calls and bytes of 1,024 ranks, divided by what the row's name says."""
     size = sum(path.stat().st_size for path in folder.iterdir())
     ranks = [(data, peer) for data in range(DP) for peer in range(CP * PP)]
     pairs, used_bytes, steps = 0, 0, dict.fromkeys(COUNTED, 0)

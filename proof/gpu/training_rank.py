@@ -3,7 +3,7 @@
     python -m proof.gpu.training_rank ORDER.json RESULT.pt
 
 The process is the only rank. The script and its arguments are those of a user. Functions that
-Megatron's loop calls at the begin and the end of a step are wrapped, to observe the step. Megatron
+Megatron's loop calls to begin and to end a step are wrapped, to observe the step. Megatron
 is imported only inside of functions; without a GPU, `megatron_r3.cpu.install` runs before.
 
 Shape suffixes (docs/glossary.md): K, T.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
@@ -61,23 +60,16 @@ def test_the_command(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == ""  # nothing is left to write
 
 
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("{", "not a results file"),
-        ("[1]", "not a results file"),
-        (json.dumps({"rehearsal": True, "rows": []}), "a rehearsal"),
-    ],
-)
+@pytest.mark.parametrize("text", ["{", "[1]"])
 def test_the_command_refuses_in_one_line(
-    root: Path, capsys: pytest.CaptureFixture[str], text: str, why: str
+    root: Path, capsys: pytest.CaptureFixture[str], text: str
 ) -> None:
     (root / RESULTS / "store-cpu-2099-01-01.json").write_text(text)
     before = (root / PAGE).read_text()
     assert report.main(["--root", str(root)]) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ")
-    assert why in error
+    assert "not a results file" in error
     assert error.count("\n") == 1
     assert (root / PAGE).read_text() == before
 
