@@ -18,7 +18,6 @@ from megatron_r3.data.kept import KeptSets
 from megatron_r3.data.store import Rollout, RolloutStore, SamplingSettings, StoreInfo
 from megatron_r3.data.truth import Compared, Report
 from megatron_r3.data.values import wrong_token
-from megatron_r3.replay.words import one_line
 
 
 @dataclass(frozen=True)
@@ -97,9 +96,8 @@ def compare_rollouts(
     Raises:
         EngineError: for the reasons of `compare_store`.
     """
-    network = _load(model)
-    runs = _runs(network, model, rollouts, info, where)
-    older = {} if before is None else _runs(_load(before), before, rollouts, info, where)
+    runs = _runs(model, rollouts, info, where)
+    older = {} if before is None else _runs(before, rollouts, info, where)
     sums, tokens, compared = {"k3_kl": 0.0, "extreme": 0.0, "abs_dlogp": 0.0}, 0, []
     version = max(rollout.policy_version for rollout in rollouts.values())
     for name, rollout in rollouts.items():
@@ -116,13 +114,15 @@ def compare_rollouts(
 
 
 def _runs(
-    network: Any, model: Path, rollouts: dict[str, Rollout], info: StoreInfo, where: str
+    model: Path, rollouts: dict[str, Rollout], info: StoreInfo, where: str
 ) -> dict[str, tuple[np.ndarray, Any]]:
     """The live routes `[L, T, K]` and log-probs `[T]` of each rollout, by the rollout's name."""
     import torch
 
+    from megatron_r3.collect.generate import load_model
     from megatron_r3.data.engines.transformers import capture_routes
 
+    network = load_model(model, kind=None)
     vocab_size = network.get_input_embeddings().num_embeddings
     runs = {}
     with capture_routes(network) as captured, torch.no_grad():
@@ -216,17 +216,3 @@ def _cut_off(kept: KeptSets, shape: Sequence[int]) -> Any:
     cut = torch.from_numpy(np.repeat(sizes > 0, shape[1]).reshape(*shape))
     cut[np.repeat(np.arange(len(sizes)), sizes), kept.ids_V.astype(np.int64)] = False
     return cut
-
-
-def _load(model: Path) -> Any:
-    try:
-        from transformers import AutoModelForCausalLM
-    except ImportError as error:
-        raise EngineError(
-            f"comparing routes needs transformers: pip install 'transformers>=5' ({error})"
-        ) from error
-    try:
-        return AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval()
-    except Exception as error:  # a wrong config or wrong weights raise errors of any kind
-        reason = one_line(f"{type(error).__name__}: {error}", 300)
-        raise EngineError(f"{model}: transformers cannot load it: {reason}") from error

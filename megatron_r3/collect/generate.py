@@ -37,7 +37,7 @@ try:
     import transformers
 except ImportError as missing:  # an optional dependency: the other engines do not need it
     raise ValueError(
-        f"--engine transformers needs transformers: pip install 'transformers>=5' ({missing})"
+        f"running a model needs transformers: pip install 'transformers>=5' ({missing})"
     ) from missing
 
 # A batch begins after so many seconds without a new request. After a batch the workers send their
@@ -83,7 +83,7 @@ class Transformers:
 
     def __init__(self, directory: Path, shape: ModelShape, sampling: Sampling) -> None:
         self.sampling, self._directory, self._shape = sampling, directory, shape
-        self.model = load_model(directory)
+        self.model = load_model(directory).to("cuda" if torch.cuda.is_available() else "cpu")
         self._tokenizer = _load_tokenizer(directory)
         self.device = self.model.get_input_embeddings().weight.device
         self._stop_ids = torch.tensor(stop_ids(self.model), dtype=torch.int64, device=self.device)
@@ -351,24 +351,25 @@ def _choose(processed: Tensor, sampling: Sampling, draw_B: Tensor) -> Tensor:
     return torch.searchsorted(sums, target, right=True)[:, 0]
 
 
-def load_model(directory: Path) -> Any:
-    """Load a model in the dtype of its config, with attention and experts of the kind "eager".
+def load_model(directory: Path, kind: str | None = "eager") -> Any:
+    """Load a model on the CPU, in the dtype of its config.
 
-    "eager" runs the experts one after the other in a fixed order. The grouped kernels that
-    transformers would choose may compute one sample differently in two batches.
+    Args:
+        kind: how attention and experts are computed. "eager" runs the experts one after the other
+            in a fixed order; other kinds may compute one sample differently in two batches. None
+            leaves the choice to transformers.
 
     Raises:
         EngineError: transformers cannot load the model, or the directory lacks weights.
     """
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         model, loaded = transformers.AutoModelForCausalLM.from_pretrained(
             directory,
             dtype="auto",
-            experts_implementation="eager",
-            attn_implementation="eager",
+            experts_implementation=kind,
+            attn_implementation=kind,
             local_files_only=True,
             output_loading_info=True,
         )
@@ -378,7 +379,7 @@ def load_model(directory: Path) -> Any:
     for kind, what in (("missing_keys", "lacks"), ("mismatched_keys", "has another shape of")):
         if names := sorted(map(str, loaded[kind])):  # transformers fills these with random weights
             raise EngineError(f"{directory}: it {what} {names[0]} (such tensors: {len(names)})")
-    return model.eval().to(device)
+    return model.eval()
 
 
 def stop_ids(model: Any) -> list[int]:

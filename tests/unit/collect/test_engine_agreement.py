@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from megatron_r3.cli import main
 from megatron_r3.data.engines.transformers import capture_routes
@@ -152,6 +153,12 @@ def test_another_model_is_refused(
         error = capsys.readouterr().err.splitlines()[-1]
         assert error.startswith(f"error: {empty}: transformers cannot load it: ")
         assert error.isprintable()
+    (empty / "config.json").write_text(json.dumps(config))
+    tensors = load_file(model / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, empty / "model.safetensors", metadata={"format": "pt"})
+    assert main(["rollouts", "inspect", str(directory), "--model", str(empty)]) == 1
+    assert f"{empty}: it lacks model.norm.weight (such tensors: 1)" in capsys.readouterr().err
 
 
 def test_tokens_outside_the_models_vocabulary(
