@@ -41,8 +41,7 @@ class Probe:
     Attributes:
         tokens_MN: int64.
         logprobs_MN: float32, of each token given the tokens before it; 0 for a first token.
-        routes_LMNK: the experts that each MoE layer takes for each token; empty if the model has no
-            MoE layer.
+        routes_LMNK: the experts that each MoE layer takes for each token; empty for a dense model.
     """
 
     tokens_MN: np.ndarray

@@ -3,7 +3,7 @@
 The probe is published with the policy. A sampler that gets the policy must compute the same
 log-probs and routes (megatron_r3/loop/probe.py).
 
-Shape suffixes (docs/glossary.md): B, K, N, M, S, T.
+Shape suffixes (docs/glossary.md): B, K, L, N, M, S, T.
 """
 
 from __future__ import annotations
@@ -144,4 +144,5 @@ class ProbePass:
         logprobs_MN[:, 1:] = values.reshape(num, length)[:, :-1]
         # NaN is allowed here: if it comes from a weight, writing the weights names that weight.
         assert is_computed.all(), "some log-probs of the probe were computed by no rank"
-        return Probe(self.tokens_MN, logprobs_MN, ids.reshape(len(layers), num, length, -1))
+        routes_LMNK = ids.reshape(len(layers), num, length, self.options.topk)
+        return Probe(self.tokens_MN, logprobs_MN, routes_LMNK)

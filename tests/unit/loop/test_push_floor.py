@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from published import probe_from
 from sampled import moved, tiny_model
 
 from megatron_r3.loop.probe import Difference, Probe, difference
+from megatron_r3.loop.probe_pass import ProbePass
 from megatron_r3.loop.push_floor import PushFloor, still_before
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -162,3 +164,16 @@ def test_a_probe_of_other_tokens_is_no_comparison():
     with pytest.raises(ValueError, match="other tokens"):
         difference(probe, replace(probe, tokens_MN=tokens + 1))
     assert Probe.from_json(probe.to_json()).tokens_MN.tolist() == tokens.tolist()
+
+
+def test_a_dense_model_has_a_probe_without_routes(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    gathered = lambda mine, everyone: everyone.__setitem__(0, mine)  # noqa: E731
+    monkeypatch.setattr(torch.distributed, "gather_object", gathered)
+    probing = object.__new__(ProbePass)
+    probing.options, probing.tokens_MN = SimpleNamespace(topk=2), np.zeros((2, 3), np.int64)
+    probing._logprobs, probing._routes = [(torch.arange(6), torch.arange(6.0))], []
+    probe = Probe.from_json(probing._gather().to_json())
+    assert probe.logprobs_MN.tolist() == [[0, 0, 1], [0, 3, 4]]
+    assert difference(probe, probe).agreement == ()
