@@ -11,7 +11,7 @@ from megatron_r3.loop.processes import start, stop
 
 
 class Failed(RuntimeError):
-    """A child ended in failure; the message shows the end of its log."""
+    """A child ended in failure; the message has the first error and the end of the child's log."""
 
 
 def run(command: list[str], log: Path, env: dict[str, str], on_line: Callable[[str], None]) -> None:
