@@ -1,1 +1,1 @@
-"""How evenly the experts' tokens load the ranks, and what evens them out."""
+"""How unevenly experts load the ranks, and guests: copies of experts that even the load out."""

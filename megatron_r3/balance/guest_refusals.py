@@ -1,4 +1,4 @@
-"""Which configs can have guests, and why the others are refused."""
+"""Which configs can have guests, and why other configs are refused."""
 
 from __future__ import annotations
 

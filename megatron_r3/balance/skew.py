@@ -111,7 +111,7 @@ def _check(store: RolloutStore, plan: SkewPlan) -> None:
         needed = _together(ep, plan)
         if needed > len(store):
             raise ValueError(
-                f"--ep {ep}: so many ranks have {needed} rollouts in a micro-batch; "
+                f"--ep {ep}: a micro-batch of {ep} ranks has {needed} rollouts; "
                 f"{stores_have} {len(store)}: give a smaller --ep or a larger store"
             )
         if plan.global_batch_size is not None and plan.global_batch_size % needed:
@@ -122,7 +122,7 @@ def _check(store: RolloutStore, plan: SkewPlan) -> None:
     if plan.global_batch_size is not None and plan.global_batch_size > len(store):
         raise ValueError(
             f"--global-batch-size {plan.global_batch_size}: {stores_have} "
-            f"{len(store)} rollouts: give at most that, or leave it out"
+            f"{len(store)} rollouts: give at most {len(store)}, or leave the option out"
         )
 
 

@@ -36,7 +36,7 @@ def skew_table(numbers: dict[str, Any], by_layer: bool = False) -> str:
     ]
     if columns and not any(column["guests"] for column in columns):
         rows.append(
-            "No layer has guests: none is uneven enough, or no guest would have "
+            "No layer has guests: no layer is uneven enough, or no guest would have "
             f"{numbers['least_tokens']} tokens in a micro-batch. So all columns equal those of 0 "
             "slots. For short rollouts, give a lower --least-tokens."
         )

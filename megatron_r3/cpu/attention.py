@@ -35,7 +35,10 @@ def zigzag(length: int, cp_size: int, cp_rank: int) -> torch.Tensor:
     if cp_size == 1:
         return positions_S
     if length % (2 * cp_size):
-        raise ValueError(f"a sequence of {length} tokens does not split into 2 * CP{cp_size} parts")
+        raise ValueError(
+            f"a sequence of {length} tokens cannot be split into {2 * cp_size} equal parts, which "
+            f"context parallelism over {cp_size} ranks needs"
+        )
     chunks = positions_S.view(2 * cp_size, length // (2 * cp_size))
     return chunks[[cp_rank, 2 * cp_size - 1 - cp_rank]].flatten()
 

@@ -72,7 +72,7 @@ class Collector:
             raise ConfigError(
                 f"{config.path(config.prompts.file)}: {len(self.prompts)} prompts; with lag "
                 f"{config.run.lag} policy 0 samples {config.run.lag + 1} collections of "
-                f"{config.prompts.per_collection} prompts, all of them different: give {needed} or "
+                f"{config.prompts.per_collection} prompts, and no prompt twice: give {needed} or "
                 "more, or lower [run] lag"
             )
         if len(self.prompts) < config.prompts.per_collection:

@@ -81,7 +81,9 @@ def read_answer(
             f"({error!r})"
         ) from error
     if len(rows_TYK) < len(ids):
-        raise EngineError(f"{where}: {len(rows_TYK)} rows of routes for {len(ids)} tokens")
+        raise EngineError(
+            f"{where}: {len(rows_TYK)} rows of routes for {len(ids)} tokens; expected one for each"
+        )
     if rows_TYK.shape[1] == shape.num_hidden_layers:
         rows_TYK = rows_TYK[:, list(shape.moe_layers)]
     if rows_TYK.shape[1:] != (len(shape.moe_layers), shape.topk):
@@ -93,7 +95,10 @@ def read_answer(
     logprobs_N = np.zeros(len(ids), np.float32)
     if values is not None:
         if len(values) != len(ids) - 1:
-            raise EngineError(f"{where}: {len(values)} log-probs for {len(ids)} prompt tokens")
+            raise EngineError(
+                f"{where}: {len(values)} log-probs for {len(ids)} prompt tokens; expected one for "
+                "each but the first"
+            )
         logprobs_N[1:] = number_array(values, "the prompt's log-probs")
     return Asked(logprobs_N, rows_TYK[: len(ids)].transpose(1, 0, 2), float(logprob))
 

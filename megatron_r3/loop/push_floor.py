@@ -29,7 +29,7 @@ MOST_DLOGP, ROOM_DLOGP = 0.3, 1e-5
 CLOSER, MOST_TOKENS = 0.7, 0.55
 
 _WEIGHTS = "it has other weights, or computes them wrongly"
-_CACHE = "its prefix cache is of older weights: have the server empty the cache with each load"
+_CACHE = "its prefix cache is of older weights: make the server empty the cache with each load"
 
 
 @dataclass
@@ -66,9 +66,9 @@ class PushFloor:
                 (f"share of other routes in MoE layer {i}", 1 - same, self._routes(own), _WEIGHTS)
                 for i, (same, own) in enumerate(zip(push.agreement, usual, strict=False))
             ),
-            ("|dlogp| with kept keys and values", push.cached_dlogp, dlogp, _CACHE),
+            ("|dlogp| with the prefix cache", push.cached_dlogp, dlogp, _CACHE),
             (
-                "share of other routes with kept keys and values",
+                "share of other routes with the prefix cache",
                 push.cached_disagreement,
                 self._routes(means),
                 _CACHE,
@@ -113,7 +113,8 @@ def still_before(sampler: Probe, now: Probe, before: Probe) -> str:
     if to_now <= ROOM_DLOGP or not to_before < CLOSER * to_now or nearer < MOST_TOKENS:
         return ""
     return (
-        f"mean |dlogp| {to_now:.3g} to this policy, but {to_before:.3g} to the policy before, "
+        f"mean |dlogp| {to_now:.3g} to this policy, but {to_before:.3g} to the previous policy, "
         f"which is below {CLOSER:g} times {to_now:.3g}; {nearer:.0%} of the tokens (limit "
-        f"{MOST_TOKENS:.0%}) are nearer to the policy before: the sampler still has the old weights"
+        f"{MOST_TOKENS:.0%}) are nearer to the previous policy: the sampler still has the old "
+        "weights"
     )

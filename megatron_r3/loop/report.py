@@ -160,7 +160,8 @@ def _metrics(path: Path, notes: list[str]) -> dict[str, Curve]:
                 curves.setdefault(name, {})[step] = value
         not_finite.update(name for name, value in values.items() if not math.isfinite(value))
     for name, count in sorted(not_finite.items()):
-        notes.append(f"{one_line(name, 100)} is not finite in {count} steps, which its curve lacks")
+        shown = one_line(name, 100)
+        notes.append(f"{shown} is not finite in {count} steps; its curve leaves these steps out")
     return curves
 
 

@@ -34,7 +34,7 @@ def _arguments(parser: Any) -> Any:
     group = parser.add_argument_group(title="serve")
     group.add_argument("--host", default="127.0.0.1", help="address to listen on")
     group.add_argument("--port", type=int, default=5000, help="port to listen on")
-    text = "parsers of a response, as of Megatron's own server script"
+    text = "parsers of responses, by the names that Megatron's own server script takes"
     group.add_argument("--parsers", nargs="*", default=[], help=text)
     return parser
 
@@ -261,7 +261,7 @@ def _why_no_prompt(prompt: Any, vocabulary: int) -> str | None:
     prompts = prompt if isinstance(prompt, list) else [prompt]
     for one in [prompts] if all(isinstance(part, int) for part in prompts) else prompts:
         if one == [] or (isinstance(one, str) and not one.strip()):
-            return "prompt: it is empty"
+            return "prompt: it is empty; expected a text, or token ids"
         if isinstance(one, list):
             for token in one:
                 if isinstance(token, int) and not 0 <= token < vocabulary:

@@ -85,7 +85,7 @@ def test_the_command_prints_a_table(lopsided, capsys):
     assert main(["rollouts", "skew", str(lopsided), "--ep", "2"]) == 0
     (note,) = capsys.readouterr().out.splitlines()[6:]
     assert note.startswith(
-        "No layer has guests: none is uneven enough, or no guest would have 1024 t"
+        "No layer has guests: no layer is uneven enough, or no guest would have 1024 t"
     )
     assert "all columns equal those of 0 slots" in note
     assert main(["rollouts", "skew", str(lopsided), "--ep", "2", "--slots", "0"]) == 0
@@ -101,7 +101,7 @@ def test_the_command_prints_json(lopsided, capsys):
 
 WRONG = {
     "--ep 3: the 16 experts of {store} cannot be shared out among 3 ranks": ["--ep", "3"],
-    "--ep 16: so many ranks have 16 rollouts in a micro-batch; {store} has 8": ["--ep", "16"],
+    "--ep 16: a micro-batch of 16 ranks has 16 rollouts; {store} has 8": ["--ep", "16"],
     "--ranks-per-rollout 3: 8 ranks cannot be divided into groups": [
         "--ep", "8", "--ranks-per-rollout", "3",
     ],

@@ -88,7 +88,7 @@ def test_with_a_lag_a_policy_samples_several_collections(folder):
     port = free_port()
     file = write_run(folder, port, 4)
     file.write_text(file.read_text().replace("seed = 5", "seed = 5\nlag = 1"))
-    with pytest.raises(ValueError, match="all of them different: give 8 or more"):
+    with pytest.raises(ValueError, match="no prompt twice: give 8 or more"):
         Collector(read_config(file))
     file.write_text(file.read_text().replace("per_collection = 4", "per_collection = 3"))
     with served(port=port):

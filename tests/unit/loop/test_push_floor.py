@@ -30,10 +30,10 @@ JUDGED: dict[str, tuple[Difference, str]] = {
                   f"is 3 times {MEDIAN}, 0.01, plus 1e-05: it has other weights"),
     "routes": (Difference(0.01, 0.01, (0.91, 0.99)), "share of other routes in MoE layer 0 0.09, "
                f"at most 0.08, which is 3 times {MEDIAN}, 0.01, plus 0.05: it has other weights"),
-    "kept": (Difference(0.01, 0.01, (0.99, 0.97), 0.04), "|dlogp| with kept keys and values 0.04, "
+    "kept": (Difference(0.01, 0.01, (0.99, 0.97), 0.04), "|dlogp| with the prefix cache 0.04, "
              f"at most 0.03, which is 3 times {MEDIAN}, 0.01, plus 1e-05: its prefix cache is of"),
     "kept routes": (Difference(0.01, 0.01, (0.99, 0.97), 0.0, 0.2), "share of other routes with "
-                    "kept keys and values 0.2, at most 0.11, "),
+                    "the prefix cache 0.2, at most 0.11, "),
     "NaN": (Difference(float("nan"), 0.0, (1.0, 1.0)), "mean |dlogp| nan, "),
 }  # fmt: skip
 

@@ -109,7 +109,7 @@ def test_what_is_not_finite_or_unknown_is_said(tmp_path: Path) -> None:
     assert check["x"] == limit["x"] == [1]
     (one,) = read_runs([run])
     assert [*one.metrics["update/entropy"]] == [1, 3, 4]
-    assert "update/entropy is not finite in 1 steps, which its curve lacks" in one.notes
+    assert "update/entropy is not finite in 1 steps; its curve leaves these steps out" in one.notes
     assert "trainer.jsonl: 1 events 'sang' are unknown, and were left out" in one.notes
 
 
