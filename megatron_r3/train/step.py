@@ -166,7 +166,7 @@ class RolloutStep:
         return [one for one in (self.old_pass, self.reference) if one is not None]
 
     def begin(self, models: list[Any]) -> None:
-        """Call the hooks; if the step begins a collection, run the passes over the collection.
+        """Call the hooks, and get what the passes find for the collection of the coming step.
 
         All ranks call this before the forward passes of a step.
         """
