@@ -77,7 +77,7 @@ def apply_series(
     with locked(root):
         status, others = identify(root, versions, line), ""
         some = groups and {*groups} != {*status.groups}
-        recorded = status.unreleased is not None  # a record: patched before, maybe by other patches
+        recorded = status.unreleased is not None  # patched before, maybe by other patches
         if status.state is TreeState.UNKNOWN or (
             status.state is TreeState.PRISTINE and (some or recorded)
         ):

@@ -1,1 +1,1 @@
-"""Weights between a transformers directory and a Megatron model, in any parallel layout."""
+"""Moves weights between a transformers directory and a Megatron model, in any parallel layout."""

@@ -53,7 +53,7 @@ class _Bridge:
     translator: Callable[[str, Any, Any], Translator]
 
 
-BRIDGES = {  # by the name on PyPI, in the order of `auto`
+BRIDGES = {  # by the name on PyPI, in the order in which `auto` tries them
     "megatron-bridge": _Bridge(
         "megatron.bridge",
         bridge_megatron_bridge.known_models,

@@ -13,8 +13,8 @@ from megatron_r3.weights.checkpoint import load_whole
 from megatron_r3.weights.directory import CONFIG
 from megatron_r3.weights.write_policy import read_policy
 
-# `load_checkpoint` expects a training that has not begun. A data-parallel size that no checkpoint
-# has keeps Megatron from loading the state of its rerun machine.
+# Arguments as `load_checkpoint` expects them, those of a training that has not begun. Megatron does
+# not load the state of its rerun machine if data-parallel sizes differ; no checkpoint has 0.
 _AS_NEW = {
     "ckpt_step": None,
     "pretrained_checkpoint": None,

@@ -174,9 +174,9 @@ def read_policy(
 ) -> None:
     """Load a transformers directory into a model. All ranks must call this function.
 
-    Each rank reads every tensor of which it holds a part twice. The first time the tensor is only
-    checked, so a wrong tensor leaves the model unchanged. An optimizer that keeps copies of the
-    weights must copy them again afterwards (`reload_model_params`).
+    Each rank first reads and checks all tensors of which it holds a part, and then reads them again
+    and loads them. So a wrong tensor leaves the model unchanged. An optimizer that keeps copies of
+    the weights must copy them again afterwards (`reload_model_params`).
 
     Args:
         models: this rank's model chunks, in Megatron's wrappers or without.

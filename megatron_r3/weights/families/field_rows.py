@@ -36,7 +36,7 @@ class Row:
             TransformerConfig, the ModelSettings, and what earlier rows have written.
         arguments: returns Megatron's arguments. The function takes what this row has read, and what
             all rows have read.
-        names: the fields of config.json that `read` uses; empty if `name` is the only one.
+        names: the fields that a config.json may have because of this row; empty for `name` alone.
         attributes: fields of TransformerConfig or ModelSettings that `write` or `needs` reads. The
             family accepts each of their values that `needs` accepts.
         needs: returns further conditions that a TransformerConfig of the family must meet.
@@ -65,7 +65,7 @@ def number(
         flag: Megatron's argument, without the dashes in front.
         attribute: the field of TransformerConfig or ModelSettings; by default named like `flag`.
         default: transformers' value if the field is missing, or a function that computes that value
-            from what earlier rows have read. None: the field must be there.
+            from what earlier rows have read. None: the field must be there, unless `may_be_null`.
         also: other names of the field in config.json; releases of transformers differ.
         may_be_null: whether the field may be null or missing; Megatron then gets no argument.
     """

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_r3.weights.family import Mapped
 from megatron_r3.weights.pieces import Place
 
-# its arguments: Megatron's TransformerConfig, and the tensors to be converted
+# the arguments are Megatron's TransformerConfig and the tensors to be converted
 Change = Callable[[Any, list[Tensor]], list[Tensor]]
 
 
