@@ -302,7 +302,7 @@ class MicrobatchRoutes:
         raise ReplayError(
             f"layer {layer}, token {token}: ids {self._given[layer][token].tolist()}; expected "
             f"distinct experts from 0 to {self._num_experts - 1}, also for a padding token "
-            f"({int(wrong_LT.sum())} wrong rows)"
+            f"(wrong rows: {int(wrong_LT.sum())})"
         )
 
     def _live_in(self, layer_number: int) -> Tensor | None:

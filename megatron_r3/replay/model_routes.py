@@ -88,7 +88,7 @@ class ModelRoutes:
         mean_tokens: float | None = None,
         with_plan: bool = True,
     ) -> MicrobatchRoutes:
-        """The routes of one forward pass, on the model's device; one copy, and no wait.
+        """The routes of one forward pass, on the model's device.
 
         With plans this is collective: the ranks that share experts make equally many calls, in the
         same order. It may run in a thread ahead of the forward pass.

@@ -155,7 +155,7 @@ def _refuse_rows(
         layer, token = np.argwhere(wrong_LT)[0].tolist()
         raise RoutesError(
             f"{where}: {fault} at MoE layer {origin.layer + layer}, token {origin.token + token}: "
-            f"{ids_LTK[layer, token].tolist()} ({int(wrong_LT.sum())} such rows)"
+            f"{ids_LTK[layer, token].tolist()} (rows with this fault: {int(wrong_LT.sum())})"
         )
 
 

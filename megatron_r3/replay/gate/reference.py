@@ -49,8 +49,8 @@ def replayed_gate_reference(inputs: GateInputs, options: GateOptions) -> GateOut
     """The result of `megatron_r3.replay.gate.replayed_gate`, computed in plain torch.
 
     The computation is in float64 for float64 logits, else in float32. Out-of-range ids raise in
-    torch.gather. For float32 logits below -104 the gradient of sqrtsoftplus is NaN, as in Megatron;
-    the gradient of the kernel is finite there.
+    torch.gather. For float32 logits of -104 and less the gradient of sqrtsoftplus is NaN, as in
+    Megatron; the gradient of the kernel is finite there.
 
     Raises:
         ValueError: the message names the wrong argument and says what it should be.

@@ -109,7 +109,7 @@ def test_wrong_ids_are_refused_by_whoever_reads_their_row_and_layer(store_dir, i
     ):
         with pytest.raises(StoreError) as refusal:
             store.routes(np.array(rows), layers)
-        fault = f"{ROUTES[ids]} at MoE layer 1, token 2: {[*ids]} (1 such rows)"
+        fault = f"{ROUTES[ids]} at MoE layer 1, token 2: {[*ids]} (rows with this fault: 1)"
         assert str(refusal.value) == f"{path}: rollout 1: {fault}"
         unchecked.routes(np.array(rows), layers)
     with pytest.raises(ValueError, match=r"rollout 1: an expert .* at MoE layer 1, token 2"):
