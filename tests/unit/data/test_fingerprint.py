@@ -40,7 +40,7 @@ def test_router_digests_are_those_of_torch(tmp_path, dtype):
     # a policy that was published in bfloat16 has the digests of the trainer's wider weights
     rounded = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
     assert router_fingerprint(write(tmp_path / "rounded", rounded), (0, 1, 2)) == expected
-    # of 1 and -2 the bytes in bfloat16 are 80 3f and 00 c0: the digest is that of these bytes
+    # 1 and -2 have the bfloat16 bytes 80 3f and 00 c0; the digest is that of these bytes
     ones = torch.tensor([[1.0, -2.0]], dtype=dtype)
     assert router_digest(ones) == hashlib.sha256(bytes.fromhex("803f00c0")).hexdigest()[:16]
 

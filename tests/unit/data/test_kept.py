@@ -1,4 +1,4 @@
-"""Kept sets: made, taken apart, and refused where no sampler can have made them.
+"""Kept sets are made, joined and taken; sets that no sampler can have made are refused.
 
 Shape suffixes (docs/glossary.md): N, V.
 """

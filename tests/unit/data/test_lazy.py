@@ -1,4 +1,4 @@
-"""Values that are worked out once, also in a process that is forked in the middle of that."""
+"""A lazy value is computed once, also in a process that is forked during a computation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_r3.data.lazy import lazy
 
 
 class Thing:
-    """Counts how often its value is worked out, and may wait in the middle of that."""
+    """Counts how often `value` is computed; the computation may wait for `go_on`."""
 
     begun, go_on = threading.Event(), threading.Event()
 
@@ -34,7 +34,7 @@ def test_a_value_is_worked_out_once() -> None:
 
 
 def test_a_forked_process_does_not_wait_for_a_thread_that_it_has_not() -> None:
-    """With functools.cached_property it would, for ever, before Python 3.12."""
+    """With functools.cached_property the forked process would hang, before Python 3.12."""
     thread = threading.Thread(target=lambda: Thing(waits=True).value)
     thread.start()
     assert Thing.begun.wait(30)

@@ -1,4 +1,4 @@
-"""The record of a rollout and the shape of a model: what they refuse.
+"""What the record of a rollout and the shape of a model refuse.
 
 Shape suffixes (docs/glossary.md): G, K, L, N, T, U.
 """
@@ -123,7 +123,7 @@ def test_the_control_is_written_and_read(tmp_path):
     ],
 )
 def test_what_nobody_rewarded_or_named_is_not_stored(tmp_path, change, message):
-    """A decoder leaves the reward and the policy version to others; a store takes neither."""
+    """A decoder sets no reward and no policy version; a store refuses such a rollout."""
     wrong = rollout(**change)
     assert wrong.wrong_parts() is None
     with pytest.raises(StoreError, match=f"rollout 1: {message}"):

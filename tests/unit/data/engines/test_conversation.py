@@ -1,4 +1,4 @@
-"""Conversations stitched from increments: real ones, and every fault that one can have.
+"""`stitch` joins real and made-up conversations, and refuses increments that do not fit.
 
 Shape suffixes (docs/glossary.md): K, L, N, T, U.
 """
@@ -30,7 +30,7 @@ IDS = np.random.default_rng(0).random((3, 29, 16)).argsort(-1)[..., :4]
 
 
 def turn(prompt: int, end: int, start: int = 0, name: str = "", ids: np.ndarray = IDS) -> Increment:
-    """A response to `prompt` tokens of one made-up conversation, up to token `end`."""
+    """A response to the first `prompt` tokens of a made-up conversation; it ends before `end`."""
     return Increment(
         TOKENS[:end],
         prompt,
@@ -60,7 +60,7 @@ def check_whole(sample, turns):
     ("folder", "shape"), [(QWEN, ALL), (QWEN_DENSE0, DENSE0)], ids=["qwen", "dense0"]
 )
 def test_three_real_turns(folder, shape):
-    """Starts of the previous length - 1, prefixes from the cache."""
+    """Each turn asks for routes from the last token of the turn before; prefixes are cached."""
     names = ("16_mt_turn1", "17_mt_turn2_start", "18_mt_turn3_start")
     payloads = [load(folder, name) for name in names]
     turns = [decode_increments(payload, shape)[0] for payload in payloads]
@@ -85,7 +85,7 @@ def test_three_real_turns(folder, shape):
 
 
 def test_real_text_that_was_tokenized_again_is_refused():
-    """A chat sent as text: the second prompt is not the first response's tokens."""
+    """A chat is sent as text, so the second prompt has other tokens than the first response."""
     turns = [decode_increments(load(QWEN, name))[0] for name in ("19_chat_turn1", "20_chat_turn2")]
     with pytest.raises(EngineError, match=r"request 7, choice 0: token \d+ is .* tokenized again"):
         stitch(turns, "conversation")
@@ -105,7 +105,7 @@ def test_one_turn_is_its_whole():
 
 
 def test_the_boundary_row_must_arrive():
-    """A start of the previous length leaves the row of the turn's last token out."""
+    """If a turn starts behind the last token of the turn before, this token has no row."""
     with pytest.raises(EngineError, match=r"here: no response brought the row of token 8 .1 of 19"):
         stitch([turn(5, 9), turn(13, 20, 9)], "here")
     sample = stitch([turn(5, 9), turn(13, 20, 9)], "here", holes="missing")
@@ -119,7 +119,7 @@ def test_a_retry_that_agrees():
     turns = [turn(5, 9), turn(13, 20, 8), retry, turn(24, 30, 0)]
     check_whole(stitch(turns, "here"), [[5, 9], [13, 20], [24, 30]])
     order = IDS.copy()
-    order[:, 8:19] = order[:, 8:19, ::-1]  # the same sets
+    order[:, 8:19] = order[:, 8:19, ::-1]  # other order, same sets
     turns[2] = turn(13, 20, 6, "retry", order)
     check_whole(stitch(turns, "here"), [[5, 9], [13, 20], [24, 30]])
 
@@ -143,7 +143,7 @@ def test_a_retry_that_differs_is_refused():
 
 
 def test_a_response_that_was_cut_off_and_went_on():
-    """The same prompt again, and what was sampled sent back as a prompt."""
+    """The same prompt is sent again, or a prompt that ends with sampled tokens."""
     check_whole(stitch([turn(5, 9), turn(5, 14, 0)], "here"), [[5, 14]])
     check_whole(stitch([turn(5, 9), turn(9, 14, 8)], "here"), [[5, 9], [9, 14]])
     check_whole(stitch([turn(5, 9), turn(7, 14, 6)], "here"), [[5, 9], [9, 14]])

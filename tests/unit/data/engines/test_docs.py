@@ -1,4 +1,4 @@
-"""The Python of docs/engines.md runs as it stands there.
+"""The Python code in docs/engines.md runs.
 
 Shape suffixes (docs/glossary.md): K, L, T.
 """

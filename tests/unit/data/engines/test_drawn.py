@@ -47,7 +47,7 @@ def kept_of(rollout: Any) -> list[list[int]]:
 
 
 def vllm_generate(**choice: Any) -> tuple[Any, dict[str, Any]]:
-    """/inference/v1/generate of 0.32 with `output_mode` "tokens": log-probs name ids as numbers."""
+    """A body of vLLM 0.32's /inference/v1/generate, whose log-probs name ids as numbers."""
     content = [
         {"token_id": token, "logprob": value, "rank": 1, "top_logprobs": []}
         for token, value in zip(RESPONSE, LOGPROBS, strict=True)
@@ -80,7 +80,7 @@ def python_objects() -> tuple[Any, dict[str, Any]]:
 
 
 def sglang(**meta: Any) -> tuple[Any, dict[str, Any]]:
-    """/generate with `return_sampling_mask`: `output_token_logprobs` stay those of all tokens."""
+    """A body of /generate with a mask; its `output_token_logprobs` are over all tokens."""
     masked = {
         "output_token_logprobs": [[v, t, None] for v, t in zip(OVER_ALL, RESPONSE, strict=True)],
         "output_token_sampling_mask": MASKS,
@@ -96,7 +96,7 @@ def sglang(**meta: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def support(values: list[float] = LOGPROBS) -> list[list[float]]:
-    """`sampling_logprobs_mode` "support": a log-prob for each id of the mask."""
+    """Log-probs as `sampling_logprobs_mode` "support" sends them: one for each id of the mask."""
     return [
         [value if one == token else -9.5 for one in mask]
         for value, token, mask in zip(values, RESPONSE, MASKS, strict=True)
@@ -213,7 +213,7 @@ def test_spans_that_do_not_fit_are_refused(changed, message):
 
 
 def two_turns(**second: Any) -> list[Any]:
-    """The first response as a turn, and one that goes on from it with two more tokens."""
+    """The first response as a turn, and a second turn that samples two more tokens."""
     (first,) = decode_increments("sglang", *sglang(weight_versions=SPANS), SHAPE, "turn 0")
     prompt, response = [*PROMPT, *RESPONSE, 40], [41, 42]
     item = sglang_item(made_rows(len(prompt) + 1), response)
@@ -260,10 +260,10 @@ def test_a_real_response_with_masks_and_two_versions():
     assert rollout.kept.sizes_N.max() <= 6
     meta = recorded["response"]["meta_info"]
     over_all = np.array([entry[0] for entry in meta["output_token_logprobs"]], np.float32)
-    # Over fewer tokens the same token is likelier; where one was kept, its log-prob is 0.
+    # Over fewer tokens each token is likelier; a token that alone was kept has the log-prob 0.
     assert (logprobs_of(rollout) >= over_all - 1e-6).all()
     assert (logprobs_of(rollout)[rollout.kept.sizes_N[4:] == 1] == 0).all()
-    assert (logprobs_of(rollout) > over_all + 0.01).mean() > 0.5  # control: they are others
+    assert (logprobs_of(rollout) > over_all + 0.01).mean() > 0.5  # control: most log-probs differ
 
 
 def test_log_probs_that_name_another_id_are_refused():
@@ -281,7 +281,7 @@ ODD: list[Any] = [
 
 
 def decoded(engine: str, body: Any) -> tuple[Any, str]:
-    """The rollout, or None and the error."""
+    """The rollout and "", or None and the error's message."""
     try:
         (rollout,) = decode(engine, *body, SHAPE, "request")
     except EngineError as error:
@@ -294,7 +294,7 @@ def decoded(engine: str, body: Any) -> tuple[Any, str]:
 )
 @pytest.mark.parametrize("odd", ODD, ids=repr)
 def test_odd_values_are_one_clear_error_or_as_good_as_missing(field, odd):
-    """What is decoded all the same is what comes without the field: nothing is made up."""
+    """A body that is not refused decodes as if the field were missing."""
     bodies = [("sglang", sglang(**{field: odd}), sglang(**{field: None}))]
     if not field.endswith("logprobs"):
         name = field.replace("output_token_", "")
@@ -319,5 +319,5 @@ def test_odd_spans_are_one_clear_error_or_names(key, odd):
         assert error.startswith("request")
         assert error.isprintable()
         return
-    assert key == "version"  # a label of any kind names nothing, unless it is a whole number
+    assert key == "version"  # a version that is no whole number is left out
     assert rollout.versions_C2 is None or odd == "3" or type(odd) is int

@@ -37,7 +37,7 @@ def test_the_bytes_of_a_patched_server(dtype):
 
 
 def sent(change):
-    """Bytes of rows, with a change to what is said beside them."""
+    """Rows as bytes, whose dtype or shape in the body is changed."""
 
     def give(pair):
         tag, content = made.as_bytes(np.array(pair[1]["data"], dtype="int16"))
@@ -70,7 +70,7 @@ def test_wrong_bytes_are_refused(change, message):
 
 @pytest.mark.parametrize("both", [True, False])
 def test_chat_says_its_tokens_in_the_message(both):
-    """endpoints/chat_completions.py: 0.17 says them twice, 0.19 in the message only."""
+    """In a chat, 0.17 has tokens in the choice and in its message, 0.19 in the message only."""
     rows = made.made_rows()
     body, _ = made.megatron(rows)
     choice = body["choices"][0]
@@ -95,7 +95,7 @@ def test_layers_of_multi_token_prediction_come_last_and_are_dropped():
     body, request = made.megatron(rows, mtp=mtp)
     (sample,) = decode(body, request, num_mtp_layers=2)
     assert (sample.routes.ids_LTK == made.moe_ids(rows)).all()
-    # 3 MoE layers and 2 of MTP are as many as hidden layers: never taken for those
+    # 3 MoE layers and 2 MTP layers are as many as the hidden layers, and are not taken for them
     for wrong in (0, 1, 3):
         with pytest.raises(EngineError, match=f"5 layers; the model has 3 MoE layers and {wrong}"):
             decode(body, request, num_mtp_layers=wrong)
@@ -162,7 +162,7 @@ def test_wrong_routes_are_refused(change, message):
 
 
 def test_evicted_requests_without_routes_are_refused():
-    """A patched server keeps the routes of an evicted request; upstream's has none."""
+    """A patched server keeps the routes of an evicted request; an unpatched server loses them."""
     body, request = made.megatron(made.made_rows())
     body["choices"][0]["num_evictions"] = 1
     assert len(decode(body, request)) == 1

@@ -44,7 +44,7 @@ HOSTILE = {
 }
 
 
-@pytest.mark.filterwarnings("ignore")  # numpy's of a header that looks like Python 2
+@pytest.mark.filterwarnings("ignore")  # numpy warns of a header that looks like Python 2
 @pytest.mark.parametrize("what", HOSTILE)
 def test_memory_is_bounded_by_what_was_sent(what):
     hostile = HOSTILE[what]
@@ -76,7 +76,7 @@ def peak_of(engine: str, body: Any, request: dict[str, Any]) -> int:
 
 @pytest.mark.parametrize("name", ["vllm", "sglang", "arrays"])
 def test_memory_of_large_good_bodies(name):
-    """Four megabytes of ids: what is held beside them stays a small multiple."""
+    """Decoding four megabytes of ids takes only a small multiple of their memory."""
     engine, make = made.ENGINES[name]
     rows = made.made_rows(50_009)
     body, request = make(rows[:9])

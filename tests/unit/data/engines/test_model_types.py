@@ -1,7 +1,7 @@
 """Configs of every MoE class of transformers: read as the class is built, or refused by name.
 
-The class itself is asked, on the meta device: which decoder layers have experts, how many, and how
-many of them its router takes.
+Each class is built on the meta device. Then its modules tell which decoder layers have experts, how
+many experts a layer has, and how many of them the router takes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 
 from megatron_r3.data.engines.shape import _RULES, EngineError, ModelShape
 
-# Types whose routes nobody can replay, or that are no language models. What the error says.
+# The errors for types whose routes cannot be replayed, or that are no language models.
 REFUSED = {
     "dbrx": "model type 'dbrx' is unknown",
     "deepseek_v4": "`mlp_layer_types` must name each",  # the first layers choose by token id
@@ -50,7 +50,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2, "head_dim": 8},
     "lfm2_moe": {"layer_types": ["conv"] * 32},
 }
-# The rules with other numbers than a class's own.
+# Configs with other numbers than the class's defaults.
 VARIED: list[tuple[str, dict[str, Any]]] = [
     ("qwen2_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [3]}),
     ("qwen3_moe", {"decoder_sparse_step": 3}),
@@ -70,16 +70,17 @@ VARIED: list[tuple[str, dict[str, Any]]] = [
     ("jamba", {"expert_layer_period": 4, "expert_layer_offset": 2}),
     ("nemotron_h", {"hybrid_override_pattern": "ME*EM-E"}),
 ]
-# A public config says its first dense layers; transformers makes `mlp_layer_types` of that.
+# Public configs of these types have `first_k_dense_replace`; transformers computes
+# `mlp_layer_types` from it.
 FIRST_DENSE = ("axk1", "axk2", "bailing_hybrid", "deepseek_v32", "exaone_moe", "glm4_moe_lite")
 FIRST_DENSE += ("glm_moe_dsa", "kimi_linear")
-# Types with a rule whose class transformers does not have, or has as a part of a larger model.
+# Types with a rule, for which transformers has no class, or a class inside a larger model's.
 NOT_BUILT = {"bailing_moe", "kimi_k2", "minimax_m1", "qwen3_omni_moe_text", "step3p5"}
 Built = tuple[list[int], set[int], set[int]]
 
 
 def built(config: Any) -> Built:
-    """The decoder layers that have experts, how many experts these are, and how many are taken."""
+    """The decoder layers with experts, the counts of experts in them, and the top-k of routers."""
     import torch
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -123,7 +124,7 @@ def moe_types() -> Iterator[str]:
 
 
 def compared(name: str, change: dict[str, Any]) -> str:
-    """Right, no experts, what is refused and why, or what is wrong."""
+    """The result as text: right, no experts, the error of a refusal, or what differs."""
     from transformers import CONFIG_MAPPING
 
     config = CONFIG_MAPPING[name](**NEEDED.get(name, {}), **change)
@@ -184,7 +185,7 @@ def test_the_fields_of_public_configs_mean_what_the_class_makes_of_them(name: st
 
 @pytest.mark.slow
 def test_the_layers_of_step() -> None:
-    """transformers has the class of the larger model, which reads the same field."""
+    """transformers has only the class of a larger model, whose text config has the same field."""
     from transformers import CONFIG_MAPPING
 
     layers, experts, topk = built(CONFIG_MAPPING["step3p7"](text_config={"moe_layers_enum": "3,5"}))

@@ -1,4 +1,4 @@
-"""Plain arrays of an engine of one's own.
+"""Plain arrays of the engine "own".
 
 Shape suffixes (docs/glossary.md): K, L, N, T.
 """
@@ -65,7 +65,7 @@ def test_wrong_sequences_are_refused(change, message):
 
 
 def test_one_long_text_does_not_widen_the_table():
-    """Numpy would make every element as wide as the longest: a gigabyte here."""
+    """Without dtype=object numpy would pad each element to the longest one: to a gigabyte here."""
     sequences, request = made.arrays([[[0] * 4] * 5] * 8 + [[[0] * 4] * 4 + [["a" * 10**6] * 4]])
     with pytest.raises(EngineError, match="ids must be integers; got int, str"):
         decode("own", sequences, request, made.SHAPE, "request 7")

@@ -1,4 +1,4 @@
-"""What a response says beside tokens and routes, of each engine."""
+"""Text, finish reason, model and weight versions that the responses of each engine have."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BODIES = {"vllm": made.vllm, "sglang": made.sglang, "megatron": made.megatron}
 
 
 def said(engine: str, choice: dict[str, Any]) -> Said:
-    """Of a response with these fields in its choice."""
+    """The `Said` of a response with these fields in its choice."""
     body, request = BODIES[engine](ROWS)
     (body["choices"][0] if "choices" in body else body).update(choice)
     (increment,) = engines.decode_increments(engine, body, request, made.SHAPE, "request 7")
@@ -68,7 +68,7 @@ def test_spans_that_are_objects_of_vllm() -> None:
 
 @pytest.mark.parametrize("engine", BODIES)
 def test_the_routes_of_a_response_are_not_kept_for_what_it_says(engine: str) -> None:
-    """Who talks in turns keeps the increments of all turns; routes are most of a response."""
+    """A loop keeps the `Said` of all turns, so it must not hold the response with its routes."""
     body, request = BODIES[engine](ROWS)
     choice = body["choices"][0] if "choices" in body else body
     choice["text"] = "hi"
@@ -87,11 +87,11 @@ def test_the_routes_of_a_response_are_not_kept_for_what_it_says(engine: str) -> 
         ([[0, 3]], ("3",)),
         ([[0, 3], [8, 4]], ("3", "4")),
         ([[0, 3], [4, 4]], ("4",)),  # new weights before the first token was sampled
-        ([[0, 3], [9, 4]], ("3",)),  # and after the last one
+        ([[0, 3], [9, 4]], ("3",)),  # new weights after the last token was sampled
     ],
 )
 def test_the_weights_that_megatron_counts(epochs: Any, versions: tuple[str, ...]) -> None:
-    """Two versions mean new weights half-way."""
+    """Two versions are named if the weights changed between two sampled tokens."""
     assert said("megatron", {"policy_epoch": epochs}).policies == versions
 
 

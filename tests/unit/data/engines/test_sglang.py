@@ -63,7 +63,7 @@ def test_two_prompts_of_two_samples_each():
 @pytest.mark.parametrize("honoured", [True, False])
 @pytest.mark.parametrize("start", [0, 1, 5, 6])
 def test_a_start_is_honoured_or_ignored(start, honoured):
-    """0.5.12 on sends rows from the start, 0.5.8-0.5.11 all of them, and neither says which."""
+    """0.5.12 and later send rows from the start on, 0.5.8 to 0.5.11 send all rows."""
     rows = made.made_rows()
     body, request = made.sglang(rows)
     body = with_text(body, made.int32_text(rows[start:] if honoured else rows))
@@ -112,7 +112,7 @@ def test_rows_that_fit_neither_start_are_refused():
             "no whole number of rows",
         ),
         (lambda rows: base64.b64encode(rows.astype(">i4").tobytes()).decode(), "outside 0..15"),
-        # bare bytes have no axes: zeros of the dense layers tell that these are swapped
+        # bytes have no axes: only the zeros of dense layers tell that layers and tokens are swapped
         (lambda rows: made.int32_text(rows.transpose(1, 0, 2)), "which is dense"),
         (lambda rows: rows.tolist(), "base64 text; got list"),
         (lambda rows: None, "no routed_experts"),
@@ -138,7 +138,7 @@ def test_wrong_ids_are_refused(row, layer, ids, message):
     rows[row, layer] = ids
     with pytest.raises(EngineError, match=message):
         decode(*made.sglang(rows))
-    body, request = made.sglang(rows)  # a late start names the same token
+    body, request = made.sglang(rows)  # with a later start the error names the same token
     body = with_text(body, made.int32_text(rows[2:]))
     with pytest.raises(EngineError, match=message.replace("of 27", "of 21")):
         decode(body, {**request, "routed_experts_start_len": 2})
@@ -158,7 +158,7 @@ def test_openai_routes_hold_the_first_choice_only():
 
 
 def test_ids_beside_the_routes():
-    """0.5.23: return_input_ids_in_sglext and return_output_ids_in_sglext, of a chat."""
+    """With return_input_ids_in_sglext and return_output_ids_in_sglext, `sglext` has the ids."""
     body, request = made.sglang_openai(made.made_rows())
     choice = body["choices"][0]
     body["sglext"]["input_ids"] = choice.pop("prompt_token_ids")

@@ -1,4 +1,4 @@
-"""What a real SGLang 0.5.23 sent (tests/data/sglang), decoded, and the same made wrong on purpose.
+"""Responses of a real SGLang 0.5.23 (tests/data/sglang) are decoded; changed ones are refused.
 
 Shape suffixes (docs/glossary.md): G, K, L, N, T, U, Y.
 """
@@ -41,7 +41,7 @@ def items_of(payload: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def rows_of(item: dict[str, Any]) -> np.ndarray:
-    """What the server sent, `[T, Y, K]`, read without the decoder."""
+    """The ids `[T, Y, K]` that the server sent, read without the decoder."""
     raw = base64.b64decode(item["meta_info"]["routed_experts"])
     return np.frombuffer(raw, "<i4").reshape(-1, 4, 4)
 
@@ -52,7 +52,7 @@ def with_rows(payload: dict[str, Any], rows_TYK: np.ndarray) -> dict[str, Any]:
     return payload
 
 
-# file, token of the first row, and of each sample the length of its prompt and its group
+# file, token of the first row, prompt lengths of the samples, groups of the samples
 SAMPLES = [
     ("02_p5_g8", 0, [5], [0]),
     ("04_p200_g20_cold", 0, [200], [0]),
@@ -93,7 +93,7 @@ def test_rows_of_the_prefix_cache_are_those_of_the_first_request():
     assert later["response"]["meta_info"]["cached_tokens"] == 199
     rows_LTK = increments(later)[0].routes.ids_LTK[:, :49]
     assert (rows_LTK == whole.routes.ids_LTK[:, 150:199]).all()
-    assert (rows_LTK != whole.routes.ids_LTK[:, 151:200]).any()  # one token further: others
+    assert (rows_LTK != whole.routes.ids_LTK[:, 151:200]).any()  # control: the next rows
     with pytest.raises(EngineError, match="start at token 150: stitch"):
         engines.decode("sglang", later["response"], later["request"], ALL, "request 7")
 
@@ -128,15 +128,15 @@ def test_what_has_no_routes_is_refused():
 def test_a_dense_layer_that_the_server_takes_for_an_moe_layer_is_refused():
     """SGLang's qwen3_moe ignores `mlp_only_layers`: it makes every layer an MoE layer.
 
-    The dense layer's weights then fill no expert. The model is another one than the config's, and
-    most of its log-probs are NaN, which are sent as null.
+    The dense layer's weights are then loaded into no expert. So the server runs another model than
+    the config's, and most log-probs are NaN, which the server sends as null.
     """
     finite = load("01_p1_g1", REJECT)
     with pytest.raises(EngineError, match="routes at hidden layer 0, which is dense in the model"):
         increments(finite, DENSE0)
-    assert len(increments(finite, ALL)) == 1  # only the model's config tells that it is wrong
+    assert len(increments(finite, ALL)) == 1  # only the config tells that layer 0 is dense
     rows_TYK = rows_of(finite["response"]).copy()
-    rows_TYK[:, 0] = 0  # what a server of the dense layer would send
+    rows_TYK[:, 0] = 0  # what a server would send that runs layer 0 as a dense layer
     assert increments(with_rows(finite, rows_TYK), DENSE0)[0].routes.num_rows == 1
     for shape in (DENSE0, ALL):
         with pytest.raises(EngineError, match="a response token has no log-prob"):

@@ -58,10 +58,9 @@ def test_the_language_model_of_a_wrapped_config_is_read():
     assert ModelShape.from_hf_config({**WRAPPED, "text_config": inner}) == expected
     assert ModelShape.from_hf_config({**WRAPPED, "vocab_size": 512}) == expected
     assert ModelShape.from_hf_config({"thinker_config": {"text_config": inner}}) == expected
-    # what the error of an unknown type says to add may stand outside too
+    # `mlp_layer_types` and `model_type` may stand outside of the language model's config
     unknown = {"text_config": {**inner, "model_type": "x"}, "mlp_layer_types": ["sparse"] * 6}
     assert ModelShape.from_hf_config(unknown) == expected
-    # its type may stand outside alone
     nameless = {key: value for key, value in inner.items() if key != "model_type"}
     assert ModelShape.from_hf_config({"model_type": "mixtral", "text_config": nameless}) == expected
 
@@ -305,5 +304,5 @@ def test_mutated_configs(tmp_path, name):
     tracemalloc.stop()
     assert all(m.startswith(str(path)) and m.isprintable() and len(m) < 900 for m in refused)
     assert ROUNDS // 4 < len(refused) < ROUNDS
-    assert same  # what was changed is not always looked at
+    assert same  # some mutations change a field that is not read
     assert peak < 16 << 20

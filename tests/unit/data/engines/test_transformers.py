@@ -1,4 +1,4 @@
-"""Routes out of transformers models, tiny ones with random weights.
+"""`capture_routes` on tiny transformers models with random weights.
 
 Shape suffixes (docs/glossary.md): E, T.
 """
@@ -50,7 +50,7 @@ TOKENS = torch.arange(3, 33).reshape(2, 15)
 
 
 def chosen_by_deepseek(logits_TE, bias_E, topk):
-    """The ids that 8 experts in 4 groups, of which the best 2 count, give: written out again."""
+    """The ids by DeepSeek's rule: top-k of the experts in the best 2 of 4 groups of 2 experts."""
     scores = torch.sigmoid(logits_TE.float()) + bias_E
     best_two = scores.unflatten(-1, (4, 2)).sum(-1)  # a group has two experts
     kept = torch.zeros_like(best_two).scatter_(1, best_two.topk(2).indices, 1)

@@ -1,4 +1,4 @@
-"""What no sampler returns: impossible log-probs, foreign tokens, more than asked, another model's.
+"""Impossible log-probs, wrong tokens, too many tokens and other models' responses are refused.
 
 Each engine's body is taken whole, and one value of it changed.
 
@@ -105,7 +105,7 @@ def test_the_larger_of_two_limits_counts_and_each_prompt_has_its_own():
 def test_a_response_of_another_model_is_refused(name):
     body, request = made.ENGINES[name][1](made.made_rows())
     request["model"] = "tiny"
-    decode(name, body, request)  # it names none; Megatron's server calls each "EMPTY"
+    decode(name, body, request)  # no model is named; Megatron's server calls every model "EMPTY"
     other = {**body, "model": "large\x1b"}
     decode(name, {**body, "model": "tiny"}, request)
     with pytest.raises(EngineError) as caught:
@@ -137,7 +137,7 @@ OTHER = "the log-prob of token {} is that of id {}; the response has id {} there
     ("names", "message"),
     [
         (RIGHT[:4], ""),
-        (["a", "token", "", None], ""),  # texts tell nothing
+        (["a", "token", "", None], ""),  # names that are texts are not compared
         ([*RIGHT[:2], RIGHT[3], RIGHT[2]], OTHER.format(8, 24, 23)),
         ([RIGHT[0], "token_id:7", "a", "b"], OTHER.format(7, 7, 22)),
         (RIGHT[:3], "log-probs of 3 tokens; the response has 4"),
@@ -190,7 +190,7 @@ def test_what_a_server_says_is_one_short_line(engine, error):
 
 
 def test_values_of_any_size_are_named_in_a_short_line():
-    """Python prints no whole number of 5000 digits: the error would be another one."""
+    """Python refuses to print a whole number of 5000 digits; the error must not be about that."""
     body, request = made.vllm(made.made_rows())
     deep: list[Any] = []
     for _ in range(5000):

@@ -1,4 +1,4 @@
-"""vLLM responses, real ones from tests/data/vllm and ones made wrong on purpose.
+"""Real vLLM responses (tests/data/vllm) are decoded; changed ones are refused.
 
 Shape suffixes (docs/glossary.md): G, K, L, N, T.
 """
@@ -137,7 +137,7 @@ def test_values_are_what_the_server_sent(two):
         assert (sample.routes.ids_LTK == rows_of(two, index).transpose(1, 0, 2)).all()
         expected = np.array(choice["logprobs"]["token_logprobs"], np.float32)
         assert (made.logprobs_of(sample) == expected).all()
-    # the two samples share their prompt's rows and no more
+    # the two samples share the rows of the prompt, but not those of sampled tokens
     ids = [sample.routes.ids_LTK for sample in samples]
     assert (ids[0][:, :12] == ids[1][:, :12]).all()
     assert (ids[0][:, 12:] != ids[1][:, 12:]).any()
@@ -202,7 +202,7 @@ def test_nested_start_of_generate_is_seen():
 
 
 def test_a_server_that_captured_nothing_is_refused():
-    with pytest.raises(EngineError, match=r"did not capture routes.*vLLM 0\.22-0\.26 on CPU"):
+    with pytest.raises(EngineError, match=r"did not capture routes.*vLLM 0\.22 to 0\.26 on CPU"):
         decode(load(REJECT, "14_p12_g10_n2"))
     ignored = load(REJECT, "25_generate_tito_start180")
     choice = ignored["response"]["choices"][0]

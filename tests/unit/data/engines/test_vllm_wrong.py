@@ -54,7 +54,7 @@ def test_wrong_rows_are_refused(two, message):
         if form == rows.tolist() and "float32" in message:
             continue  # JSON knows float64 only
         if form == rows.tolist() and message.startswith("0 rows"):
-            continue  # [] has no shape: refused as such
+            continue  # [] has no layers and top-k: another error
         with pytest.raises(EngineError, match=f"request 7, choice 1.*{message}"):
             decode(with_routes(two, form, 1))
 
@@ -125,7 +125,7 @@ def test_parts_of_a_chat_that_are_no_text(kind):
     texts = [text, {"text": "?"}, "?", {"type": "input_text", "text": "?"}]
     payload["request"]["messages"] = [*MESSAGES, {"role": "user", "content": texts}]
     assert decode(payload)
-    # vLLM takes each of these forms
+    # vLLM accepts each of these parts
     for part in ({"type": kind}, {kind: "http://a"}, {"text": "a", kind: "http://a"}):
         payload["request"]["messages"][1]["content"] = [text, part]
         with pytest.raises(EngineError, match=f"message 1, part 1 is of the type '{kind}': only"):
@@ -133,7 +133,7 @@ def test_parts_of_a_chat_that_are_no_text(kind):
 
 
 def test_the_form_of_021_is_refused(two):
-    """Its rows of a cached prefix are zeros, and it misplaces the layers of some models."""
+    """In vLLM 0.21 rows of cached prefixes are zeros, and some models' layers are misplaced."""
     two["response"]["prompt_routed_experts"] = rows_of(two)[:12].tolist()
     with pytest.raises(EngineError, match=r"choice 0: .* form of vLLM 0\.21.*take 0\.22"):
         decode(two)

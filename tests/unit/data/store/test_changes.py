@@ -22,7 +22,7 @@ SHARD = "shard-00000.safetensors"
 
 
 def test_a_cut_shard_does_not_end_the_process(store_dir):
-    """A mapping would: by SIGBUS."""
+    """A process that had mapped the file into memory would end with SIGBUS."""
     code = (
         "import os, sys; from megatron_r3.data.store import RolloutStore\n"
         "store = RolloutStore([sys.argv[1]]); store.fields(0)\n"
@@ -37,7 +37,7 @@ def test_a_cut_shard_does_not_end_the_process(store_dir):
 
 
 def test_a_file_that_a_server_has_lost(store_dir, monkeypatch):
-    """A network file system answers ESTALE, to a read."""
+    """A network file system answers a read with ESTALE."""
     store = RolloutStore([store_dir])
 
     def stale(*_):
@@ -78,7 +78,7 @@ def test_files_are_closed(store_dir):
     def descriptors():
         return len([*Path("/proc/self/fd").iterdir()])
 
-    gc.collect()  # stores of other tests may wait in a reference circle to be freed
+    gc.collect()  # stores of other tests may be in reference cycles that are not freed yet
     before = descriptors()
     store = RolloutStore([store_dir])
     store.verify()
@@ -99,7 +99,7 @@ def test_a_store_goes_to_a_process_that_is_spawned(tmp_path):
     there = pickle.loads(pickle.dumps(store))
     more = [replace(rollout, group=rollout.group + 100) for rollout in ROLLOUTS]
     write_shard(tmp_path / "s", INFO, more)
-    there.wait_for(len(store))  # takes the lock that it has made anew
+    there.wait_for(len(store))  # takes the new lock that `__setstate__` has made
     assert len(there) == 2 * len(store)
     for index in range(len(store)):
         assert np.array_equal(there.rollout(index).tokens_N, store.rollout(index).tokens_N)

@@ -32,7 +32,7 @@ def test_rows_that_were_not_recorded_do_not_count(tmp_path):
     store = RolloutStore([tmp_path])
     for rollout, written in enumerate((gap, ROLLOUTS[1])):
         assert expert_load(store, rollout).tolist() == counted(written).tolist()
-    assert expert_load(store, 0).sum() == 3 * 3 * 4  # of four rows one is not recorded
+    assert expert_load(store, 0).sum() == 3 * 3 * 4  # 3 layers, 3 of 4 rows recorded, top-4
 
 
 def test_an_id_out_of_range_is_damage():

@@ -16,7 +16,7 @@ from megatron_r3.data.store import RolloutStore, SamplingSettings, StoreError, w
 from megatron_r3.data.store.verify_shard import ReadChecks, verify_shard
 
 SHARD = "shard-00000.safetensors"
-# rollout 2 has nothing of them
+# rollout 2 has no kept sets, version spans or advantage
 ALL = [with_extras(rollout, i) if i != 2 else rollout for i, rollout in enumerate(ROLLOUTS)]
 
 
@@ -43,7 +43,7 @@ def test_what_was_written_is_read(extra_dir):
             assert np.array_equal(kept.ids_V, wanted.kept.ids_V)
         assert np.array_equal(got.versions_C2, wanted.versions_C2)
         assert got.advantage == wanted.advantage
-    versions = store.versions(1)  # of 9 tokens, 2 to 8 were sampled, and 8 by version 9
+    versions = store.versions(1)  # tokens 2 to 8 were sampled, 8 by version 9, the others by 7
     assert versions.tolist() == [-1, -1, 7, 7, 7, 7, 7, 7, 9]
     assert versions.dtype == np.int64
 
@@ -68,7 +68,7 @@ def test_rows_get_the_kept_set_of_the_next_token(extra_dir):
     kept = store.kept_of_next(np.array(rows_T)[order])
     got = [kept.of(place).tolist() for place in range(len(order))]
     assert got == [expected[i] for i in order]
-    # control: the sets of the rows' own tokens are others
+    # control: rows do not get the sets of their own tokens
     own = [ALL[0].kept.of(token).tolist() for token in range(4)]
     assert own != [expected[1 + token] for token in range(4)]
     assert store.kept_of_next(np.array([-1, -1])).sizes_N.tolist() == [0, 0]
@@ -99,7 +99,7 @@ def test_no_advantage_at_all(store_dir):
 
 
 def test_the_format_is_byte_for_byte_what_it_was(tmp_path):
-    """Another digest is another format, which needs another version; the shard has no extras."""
+    """If this digest changes, the format has changed, and FORMAT_VERSION must grow."""
     tokens_N = np.array([4, 8, 1, 2], np.int32)
     rollout = make_rollout(4)
     routes = replace(rollout.routes, ids_LTK=np.arange(36, dtype=np.uint8).reshape(3, 3, 4) % 16)
@@ -109,7 +109,7 @@ def test_the_format_is_byte_for_byte_what_it_was(tmp_path):
     path = write_shard(tmp_path / "s", info, [plain])
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     assert digest == "acb687edee4fcb87503bcf8c72e063959c80e101637237dede265755f03abc54"
-    # control: every new part changes it
+    # control: an advantage or other settings change the digest
     for one in (
         write_shard(tmp_path / "a", info, [replace(plain, advantage=0.5)]),
         write_shard(tmp_path / "b", replace(info, sampling=CUT.sampling), [plain]),
@@ -119,7 +119,7 @@ def test_the_format_is_byte_for_byte_what_it_was(tmp_path):
 
 def test_a_kept_id_outside_the_trainers_vocabulary_is_refused_where_it_is_read(extra_dir):
     most = [0 if rollout.kept is None else int(rollout.kept.ids_V.max()) for rollout in ALL]
-    # all of its own tokens are below, so that only the kept sets can tell
+    # all tokens of rollout 1 are below `bound`: only ids of its kept sets are not
     bound = int(ALL[1].tokens_N.max()) + 1
     assert bound <= most[1]
     store = RolloutStore([extra_dir])

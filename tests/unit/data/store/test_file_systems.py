@@ -1,4 +1,4 @@
-"""Stores on a real file system that is odd: no link(), lost answers, late names, stale files."""
+"""Stores on a mounted file system without link(), with lost answers, late names or stale files."""
 
 import errno
 import os
@@ -19,7 +19,7 @@ NAMES = [f"shard-{number:05d}.safetensors" for number in range(40)]
 
 @pytest.fixture
 def odd(tmp_path):
-    """A mount, and below it a store's directory."""
+    """A mount with the directory of a store in it."""
     with mounted(tmp_path / "mount", tmp_path / "folder") as mount:
         (mount.folder / "s").mkdir()
         yield mount
@@ -42,7 +42,7 @@ def write(directory, *numbers):
 
 
 def assert_whole(folder, versions):
-    """The store, on the server's side, has a shard for each policy, and nothing besides."""
+    """The folder of the server has a whole shard for each policy, and no other file."""
     paths = sorted((folder / "s").iterdir())
     assert [path.name for path in paths] == NAMES[: len(versions)]
     assert [header_of(path)["number"] for path in paths] == [*range(len(paths))]
@@ -123,7 +123,7 @@ def test_a_writer_counts_on_behind_names_that_it_does_not_see_yet(two_clients):
 
 
 def test_a_writer_that_sees_a_gap_refuses_and_changes_nothing(odd):
-    """It sees what it wrote itself, and not yet the shard of another client before it."""
+    """The writer sees its own shard 1, and not yet shard 0 of another client."""
     write(odd.folder, 0)
     odd.switch(late_s=60)
     write(odd.path, 1)

@@ -71,7 +71,7 @@ def test_a_shard_that_was_refused_is_not_in_the_store(tmp_path):
     write_shard(tmp_path, INFO, ROLLOUTS)
     store = open_stores([tmp_path], follow_s=0, check=refuse)
     write_shard(tmp_path, INFO, [replace(rollout, policy_version=8) for rollout in ROLLOUTS])
-    for _ in range(2):  # and it is refused again, not taken for a copy of itself
+    for _ in range(2):  # the second time the shard is refused again, and is not called a copy
         with pytest.raises(StoreError, match=r"shard-00001.*: not for this model"):
             store.wait_for(5)
         assert len(store) == len(ROLLOUTS)
@@ -112,7 +112,7 @@ def test_a_store_that_is_not_followed_stays_as_it_was(store_dir):
 
 
 def test_shards_that_come_in_another_order_have_the_row_ids_of_their_numbers(tmp_path):
-    """As rsync, parallel copies or two writers may bring them: every process sees one order."""
+    """rsync, parallel copies or two writers may bring shards in any order."""
     whole, grows = tmp_path / "whole", tmp_path / "grows"
     grows.mkdir()
     for number in range(4):
@@ -149,7 +149,7 @@ def test_the_first_shard_of_a_followed_store_is_number_0(store_dir):
 
 @pytest.mark.parametrize("exchanged", [False, True])
 def test_a_folder_that_takes_the_place_of_a_followed_store(tmp_path, exchanged):
-    """Shard 0 is of the first store, and shard 1 would be of the other one."""
+    """Shard 0 was read from the first folder; shard 1 is in the folder that took its name."""
     shards = [[replace(r, policy_version=v) for r in ROLLOUTS] for v in (7, 8)]
     for name in ("s", "other"):
         write_shard(tmp_path / name, INFO, shards[0])

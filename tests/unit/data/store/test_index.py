@@ -1,4 +1,4 @@
-"""What is told of a store is what a look at its directories finds.
+"""A store that is made of a sent index is the store that reading the directories gives.
 
 Shape suffixes (docs/glossary.md): C, M, N, V.
 """
@@ -15,7 +15,7 @@ from megatron_r3.data.store import RolloutStore, SamplingSettings, write_shard
 from megatron_r3.data.store.index import Index
 
 CUT = replace(INFO, sampling=SamplingSettings(0.7, 0.9, 0, 0.0, 16, "processed"))
-# of two policies, the second of which comes back; with kept sets, versions and advantages or not
+# the infos of shards 0, 1 and 2 of a store: of two policies
 INFOS = (CUT, replace(CUT, router_fingerprint=OTHER), CUT)
 
 
@@ -46,12 +46,12 @@ def directories(tmp_path):
 
 
 def of_parts(directories, cuts):
-    """The index of all shards, made of the indices of some of them."""
+    """The index of all shards, joined from the indices of parts of the shards."""
     shards = [*RolloutStore(directories, mixed_policies=True).shards]
     parts = np.split(np.arange(len(shards)), cuts)
     indices = [Index.of(directories, [shards[i] for i in part]) for part in parts]
     whole = indices[0]
-    whole.groups()  # of some shards; it must not be taken for those of all
+    whole.groups()  # computed for the first part only; `plus` must not keep them
     for index in indices[1:]:
         whole = whole.plus(index)
     return whole
@@ -93,7 +93,7 @@ def test_an_index_says_what_its_shards_say(directories):
     wanted = np.concatenate([shard.newest_version_M for shard in shards])
     assert np.array_equal(store.newest_versions(), wanted)
     assert {7, 9} == {*wanted.tolist()}
-    # a group is one of its directory and policy version
+    # rollouts are of one group if directory, group and policy version are the same
     names = [
         (shard.path.parent, int(group), int(version))
         for shard in shards
@@ -111,7 +111,7 @@ def test_an_index_says_what_its_shards_say(directories):
 def test_an_index_in_parts_is_the_index_of_all(directories, cuts):
     wanted = RolloutStore(directories, mixed_policies=True).index
     got = of_parts(directories, cuts)
-    if 0 in cuts or cuts == [5]:  # control: an index without shards is none
+    if 0 in cuts or cuts == [5]:  # control: a part is empty
         assert len(Index.of(directories, []).table) == 0
     assert_same_index(pickle.loads(pickle.dumps(got)), wanted)
 
@@ -146,7 +146,7 @@ def assert_same_store(got, wanted):
 def test_a_store_that_is_told_is_the_store_that_was_looked_at(directories, cuts):
     wanted = RolloutStore(directories, mixed_policies=True)
     told = RolloutStore.told(pickle.loads(pickle.dumps(of_parts(directories, cuts))))
-    there = files_open(told)  # by `wanted`
+    there = files_open(told)  # those that `wanted` has opened
     assert_same_store(told, wanted)
     assert files_open(told) == sorted([*there, *(shard.path.name for shard in told.shards)])
     assert_same_store(pickle.loads(pickle.dumps(told)), wanted)  # in another process
@@ -165,7 +165,7 @@ def test_shards_that_come_behind_keep_those_that_are_there(directories):
 
 
 def test_an_index_of_one_store_with_rollouts_of_one_name(tmp_path):
-    """Control: the same names in two directories are two rollouts, and in one they are one."""
+    """Two rollouts may have one name in two directories, but not in one directory."""
     for name in ("a", "b"):
         write_shard(tmp_path / name, INFO, [make_rollout(5, seed=ord(name))])
     directories = [tmp_path / "a", tmp_path / "b"]

@@ -33,9 +33,9 @@ def version(number):
     [
         "shard-00000 (copy).safetensors",
         "shard-00000.bak.safetensors",
-        "shard-000002.safetensors",  # the number 2 has one name
+        "shard-000002.safetensors",  # 2 is 00002, and has no second name
         "shard-2.safetensors",
-        "shard-٠٠٠٠٢.safetensors",  # digits, and not these
+        "shard-٠٠٠٠٢.safetensors",  # Arabic digits
         "shard-00002x.safetensors",
         "Shard-00002.safetensors",
         "old.safetensors",
@@ -72,7 +72,7 @@ def test_a_directory_that_was_copied(store_dir, tmp_path):
         "the two stores, or remove the copy"
     )
     write_shard(tmp_path / "new", INFO, [replace(r, reward=9.0) for r in ROLLOUTS])
-    assert len(RolloutStore([store_dir, tmp_path / "new"])) == 10  # the same names, sampled anew
+    assert len(RolloutStore([store_dir, tmp_path / "new"])) == 10  # names may be the same
 
 
 def test_identities_tell_shards_apart(store_dir, tmp_path):
@@ -138,7 +138,7 @@ def test_a_shard_that_does_not_belong_to_the_others(store_dir, message):
     other = replace(INFO, **{**DIFFERENT, **OTHER_POLICY}[message])
     assert schema.differences(INFO, other) == message.split("; ")
     if message.startswith("num_experts"):
-        return  # the routes of such a shard have another type
+        return  # with other experts the routes of the shard would need another dtype
     info = {**body["info"], **{**DIFFERENT, **OTHER_POLICY}[message]}
     info["sampling"] = vars(other.sampling)
     rewrite_header(path, {**body, "info": info})

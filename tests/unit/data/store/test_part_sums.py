@@ -1,4 +1,4 @@
-"""Parts of a rollout are compared with what was written, wherever they begin and end.
+"""What is read is compared with the sums of its parts, wherever it begins and ends.
 
 Shape suffixes (docs/glossary.md): K, L, T.
 """
@@ -14,7 +14,7 @@ from megatron_r3.data.store import RolloutStore, StoreError, write_shard
 from megatron_r3.data.store.verify_shard import verify_shard
 
 SHARD = "shard-00000.safetensors"
-# 200, 64, 129 and 39 rows: 4, 2, 3 and 1 parts, one of them without a row
+# 200, 64, 129 and 39 rows, in 4, 2, 3 and 1 parts; the second part of 65 tokens has no row
 LENGTHS = (201, 65, 130, 40)
 
 
@@ -42,7 +42,7 @@ def test_the_sums_are_those_of_the_specification(long_store):
     assert tensors["route_sums"].shape == (4 + 2 + 3 + 1, 3)
     assert tensors["token_sums"].shape == (4 + 2 + 3 + 1, 4)
     assert crc32 == {name: zlib.crc32(tensor.tobytes()) for name, tensor in tensors.items()}
-    rewrite(path)  # by the specification
+    rewrite(path)  # sums as docs/rollout-store.md specifies them
     written = load_file(path)
     assert written.keys() == tensors.keys()
     assert all(written[name].tobytes() == tensors[name].tobytes() for name in tensors)
@@ -65,11 +65,11 @@ def test_any_rows_are_read_as_they_were_written(long_store, layers):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_a_flipped_bit_is_found_by_whoever_reads_its_block(long_store, seed):
-    """Whichever part of the rollout is read; and by nobody who reads another block or layer."""
+    """A read of any rows of the wrong part fails; a read of other parts or layers does not."""
     rng, path = np.random.default_rng(seed), long_store / SHARD
     rollout, layer = int(rng.integers(4)), int(rng.integers(3))
     starts = np.cumsum([0, *(n - 1 for n in LENGTHS)])
-    row = int(rng.integers(LENGTHS[rollout] - 1))  # in its rollout
+    row = int(rng.integers(LENGTHS[rollout] - 1))  # counted in its rollout
     store = RolloutStore([long_store])
     all_rows = np.arange(starts[-1])
     before, _ = store.routes(all_rows, [0, 1, 2])
@@ -107,11 +107,12 @@ def test_a_flipped_recorded_bit_is_found_by_whoever_reads_its_rows(long_store):
 @pytest.mark.parametrize("table", ["route_sums", "token_sums"])
 @pytest.mark.parametrize("place", [(0, 0), (3, 2), (5, 1), (9, 0)])
 def test_verify_compares_the_sums_with_the_rows(long_store, table, place):
-    """A writer that sums wrongly: its shard is whole, and every rank would refuse it later."""
+    """If a writer sums wrongly, tensors have right checksums, but every rank would refuse them."""
     path = long_store / SHARD
     sums = load_file(path)[table]
     sums[place] ^= np.uint32(1 << 20)
     rewrite(path, **{table: sums})
     with pytest.raises(StoreError, match=r"rollout \d: checksum of .* differs in (rows|tokens) "):
         RolloutStore([long_store]).verify()
-    verify_shard(RolloutStore([long_store]).shards[0], thorough=False)  # control: whole tensors
+    # control: the checksums of whole tensors fit
+    verify_shard(RolloutStore([long_store]).shards[0], thorough=False)

@@ -1,6 +1,6 @@
-"""A wrong value is refused by whoever reads it, where nobody has verified the shard before.
+"""A store that was not verified before refuses a wrong value when the value is read.
 
-Each shard here is whole, with checksums that fit: only its meaning is wrong.
+All checksums of the shards here fit; only values are wrong.
 
 Shape suffixes (docs/glossary.md): K, L, N, T.
 """
@@ -34,7 +34,7 @@ def changed(path, name, place, value):
 
 
 def of_vocabulary(directory, sampler):
-    """A shard whose rollout 1 has id 70 as its token 4, by a sampler with this vocabulary."""
+    """A shard of a sampler with this vocabulary, in which token 4 of rollout 1 is id 70."""
     info = replace(INFO, vocab_size=sampler)
     first, second = (make_rollout(n, seed=n, sample=n) for n in (5, 9))
     second.tokens_N[4] = 70
@@ -122,7 +122,7 @@ def test_wrong_ids_are_refused_by_whoever_reads_their_row_and_layer(store_dir, i
 
 
 def test_wrong_ids_of_a_row_that_was_not_recorded(store_dir):
-    """Nobody uses them: they are no fault, for a reader as for a verification."""
+    """Such ids are not used, so neither a read nor `verify_shard` refuses them."""
     path = store_dir / SHARD
     changed(path, "routes", (1, 6), (3, 3, 4, 255))
     changed(path, "recorded", 6, 0)

@@ -1,4 +1,4 @@
-"""The store: what goes in comes out, and what is damaged or foreign is refused by name.
+"""A store reads what was written; damaged and foreign files are refused by name.
 
 Shape suffixes (docs/glossary.md): K, L, N, T.
 """
@@ -54,7 +54,7 @@ def test_routes_by_row_in_any_order_layers_and_with_padding(store_dir):
 
 @pytest.mark.parametrize("every", [2, 70, 200])
 def test_rows_are_read_to_their_places_between_padding(tmp_path, every):
-    """Padding after each row, inside of the parts that have sums, and at the ends of rollouts."""
+    """Padding comes after each row, inside of parts, or near the ends of rollouts."""
     rollouts = [make_rollout(201, seed=sample, sample=sample) for sample in range(3)]
     write_shard(tmp_path, INFO, rollouts)
     store = RolloutStore([tmp_path])

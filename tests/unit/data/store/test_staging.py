@@ -1,4 +1,4 @@
-"""The staging code of the docs, run: what comes out of a bucket is the store that went in.
+"""The staging code of the docs copies a store to a bucket and back without a change.
 
 fsspec's own file system in memory stands for a bucket; torch requires fsspec, so it is there.
 

@@ -1,4 +1,4 @@
-"""Writing shards: what does not fit is refused, and what is there is whole.
+"""Writing shards: what does not fit is refused, and each shard in the directory is whole.
 
 Shape suffixes (docs/glossary.md): N, U.
 """
@@ -102,7 +102,7 @@ def test_shards_are_appended_and_never_overwritten(store_dir):
 
 
 def test_two_writers_at_once_number_their_shards(tmp_path, monkeypatch):
-    """Each finds an empty directory; the header says the number under which it was linked."""
+    """Each writer finds an empty directory; each header has the number of its file's name."""
     real = writer.shards_in_order
     monkeypatch.setattr(writer, "shards_in_order", lambda directory: [])
     paths = [write_shard(tmp_path, INFO, version(number)) for number in range(11)]
@@ -119,7 +119,7 @@ def test_two_writers_at_once_number_their_shards(tmp_path, monkeypatch):
 def test_a_link_whose_answer_was_lost_and_that_is_asked_for_again(
     tmp_path, monkeypatch, taken, seen
 ):
-    """As NFS does it: the second time the name is taken, by the file itself."""
+    """NFS may ask a second time: then the file itself has the name already."""
     for number in range(taken):
         write_shard(tmp_path, INFO, version(number))
 
@@ -137,7 +137,8 @@ def test_a_link_whose_answer_was_lost_and_that_is_asked_for_again(
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "link", asked_twice)
-        patched.setattr(writer, "shards_in_order", lambda directory: [])  # another was quicker
+        # another writer was quicker
+        patched.setattr(writer, "shards_in_order", lambda directory: [])
         if not seen:
             patched.setattr(os, "stat", unseen)
         path = write_shard(tmp_path, INFO, version(taken))

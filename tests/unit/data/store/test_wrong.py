@@ -1,7 +1,7 @@
 """Wrong stores, read in every way: every rollout is what was written, or one line names the file.
 
-What can be wrong is one list, tests/support/wrongs.py. Here a store is wrong before it is opened,
-and becomes wrong while it is open.
+tests/support/wrongs.py lists what can be wrong. A store here is wrong before it is opened, or
+becomes wrong while it is open.
 """
 
 import shutil
@@ -40,7 +40,7 @@ def folder(right, tmp_path):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_the_store_that_is_right_is_read_as_it_was_written(folder, way):
-    """Control: nothing is wrong with it."""
+    """Control: a right store is not refused."""
     assert judged(folder, way) == ""
 
 
@@ -59,12 +59,12 @@ IN_USE = [n for n in WRONGS if n.startswith(("a bit", "a byte", "cut", "noise", 
 
 @pytest.mark.parametrize("name", IN_USE)
 def test_a_store_that_becomes_wrong_while_it_is_open(folder, tmp_path, name):
-    """Whoever has the file open sees other bytes in it: of a byte that is read, that is refused."""
+    """The bytes of an open file change: each read of changed bytes is refused."""
     path, copy = folder / FIRST, tmp_path / "copy" / FIRST
     whole = path.read_bytes()
     parts = [slice(*place_of(path, tensor)) for tensor in (*IN_FILE, *TABLES)]
     stores = [way(folder) for way in (verified, told)]
-    assert refusals(stores[1], folder) == {}  # the told one has opened its files, too
+    assert refusals(stores[1], folder) == {}  # this also opens the files of the store that was told
     shutil.copytree(folder, copy.parent)
     WRONGS[name][0](copy)
     with path.open("r+b") as file:
@@ -89,7 +89,7 @@ def test_a_file_that_loses_its_name_is_read_on_by_whoever_has_it_open(folder, tm
 
 
 def test_counts_that_wrap_around_are_refused():
-    """Four counts of 2**62 are 0 in int64: the sum fits, and numpy wrote 2**62 numbers."""
+    """The sum of these counts is 5 in int64, because four times 2**62 wraps around to 0."""
     counts = np.array([2**62] * 4 + [5])
     assert counts.sum() == 5
     assert wrong_count(counts, 0, 5) == f"rollout 0 has {2**62}; possible are 0 to 5"

@@ -1,4 +1,4 @@
-"""Each alarm, with its fault injected into the routes of a real model; healthy rows raise none.
+"""Each alarm is raised by its fault in the routes of a tiny model; healthy rows raise none.
 
 Shape suffixes (docs/glossary.md): K, L, N, T, U.
 """
@@ -32,7 +32,7 @@ from megatron_r3.data.rollout import Rollout
 from megatron_r3.data.truth import Compared, Report, examine
 from megatron_r3.replay.routes import Routes
 
-NAMES = (1, 2, 3, 5)  # the hidden layers, say
+NAMES = (1, 2, 3, 5)  # what the layers are called in the tables
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -41,9 +41,9 @@ class Rig:
     """A model in float32, which is the trainer, and in bfloat16, which samples.
 
     Attributes:
-        given: rollouts without routes.
-        live: what the trainer does with them.
-        healthy: rollouts of the sampler beside it.
+        given: rollouts with tokens to compare.
+        live: the runs of the trainer on these tokens.
+        healthy: the sampler's rollouts, each compared with the trainer's run.
     """
 
     model: Any
@@ -68,7 +68,7 @@ def examined(given: Sequence[Compared], **more: Any) -> Report:
 
 
 def the_alarm(given: Sequence[Compared], cause: str, **more: Any) -> str:
-    """The evidence of the only alarm, which has this cause."""
+    """The evidence of the alarm that is raised: only one, and with this cause."""
     (alarm,) = examined(given, **more).alarms
     assert alarm.cause == cause, str(alarm)
     assert alarm.action
@@ -79,7 +79,7 @@ Change = Callable[[np.ndarray], np.ndarray]
 
 
 def changed(given: Sequence[Compared], change: Change, every: int = 1) -> list[Compared]:
-    """Each n-th rollout with other recorded routes."""
+    """The rollouts; `change` is applied to the recorded routes of each `every`-th one."""
     return [
         with_rows(one, change(one.rollout.routes.ids_LTK.copy())) if i % every == 0 else one
         for i, one in enumerate(given)
@@ -97,7 +97,7 @@ def test_a_healthy_sampler_raises_none(rig: Rig) -> None:
 
 @pytest.mark.parametrize("scale", [0.02, 0.05, 0.1])
 def test_noise_in_the_routers_raises_none(rig: Rig, scale: float) -> None:
-    """The last of them changes a third of all (token, layer) pairs."""
+    """The noise of scale 0.1 changes a third of all (token, layer) pairs."""
     with noisy_routers(rig.model, scale):
         noisy = compared(rig.given, [run(rig.model, one) for one in rig.given], rig.live)
     report = examined(noisy)
@@ -114,7 +114,7 @@ def test_strong_noise_raises_what_it_is(rig: Rig) -> None:
 
 
 def constant(ids_LTK: np.ndarray) -> np.ndarray:
-    """One row for all tokens, as a buffer has it that was never written."""
+    """All tokens have one row, as in a buffer that was never written."""
     ids_LTK[:] = np.arange(4)
     return ids_LTK
 
@@ -126,31 +126,31 @@ def stuck(ids_LTK: np.ndarray) -> np.ndarray:
 
 
 def padded(ids_LTK: np.ndarray) -> np.ndarray:
-    """Padding has the rows of an earlier place."""
+    """The rows from 45 on are those from 5 on, as padding may leave them."""
     ids_LTK[:, 45:] = ids_LTK[:, 5 : ids_LTK.shape[1] - 40]
     return ids_LTK
 
 
 def foreign(ids_LTK: np.ndarray) -> np.ndarray:
-    """From token 32 on the rows of a request that is not there."""
+    """The rows from 32 on are random, like those of an unknown request."""
     random = np.random.default_rng(0).random((*ids_LTK[:, 32:].shape[:2], EXPERTS))
     ids_LTK[:, 32:] = random.argsort(-1)[..., : ids_LTK.shape[-1]]
     return ids_LTK
 
 
 def renumbered(ids_LTK: np.ndarray) -> np.ndarray:
-    """Physical ids of experts that an engine has moved."""
+    """The ids are permuted, like physical ids of experts that an engine has moved."""
     return np.random.default_rng(0).permutation(EXPERTS).astype(np.uint8)[ids_LTK]
 
 
 def late(tokens: int) -> Change:
-    """Rows of the token that many places before."""
+    """Each row is that of the token `tokens` places before."""
     return lambda ids_LTK: np.roll(ids_LTK, tokens, 1)
 
 
 OTHER = "the engine computes another model"
 IN_ALL = "in all parts each row is that of another token, "
-# the planted change, in each n-th rollout, the cause that is named, and words of the evidence
+# by name: the change, n (each n-th rollout is changed), the alarm's cause, words of the evidence
 FAULTS: dict[str, tuple[Change, int, str, str]] = {
     "zeros": (np.zeros_like, 5, "zeros", "the first is token 0 of rollout 0: [0, 0, 0, 0] in its"),
     "one row": (constant, 1, "one constant row", "rollout 9 the rows from 0 on are all the same"),
@@ -181,7 +181,7 @@ def test_shifted_rows_show_in_noise(rig: Rig) -> None:
 
 
 def test_tokens_that_repeat_are_no_stale_rows(rig: Rig) -> None:
-    """Control: a rollout of one token again and again has the same row everywhere, live too."""
+    """Control: if a rollout repeats one token, recorded and live rows are the same everywhere."""
     given = [replace(one, tokens_N=np.full_like(one.tokens_N, 7)) for one in rig.given[:2]]
     given += rig.given[2:]
     live = [run(rig.model, one) for one in given]
@@ -192,7 +192,7 @@ def test_tokens_that_repeat_are_no_stale_rows(rig: Rig) -> None:
 
 
 def test_rows_that_are_lost_at_the_border_of_a_turn(rig: Rig) -> None:
-    """Joined turns without the row that the next prefill brings: all later rows move up."""
+    """The row of the turn's last token is lost when turns are joined, so all later rows move up."""
 
     def lost(one: Compared) -> Compared:
         ids_LTK = one.rollout.routes.ids_LTK.copy()
@@ -210,7 +210,7 @@ def test_rows_that_are_lost_at_the_border_of_a_turn(rig: Rig) -> None:
 
 def test_rows_of_another_rollout(rig: Rig) -> None:
     first, second, *others = rig.healthy
-    rows = first.num_rows  # the shorter one
+    rows = first.num_rows  # `first` is the shorter rollout
     swapped = second.rollout.routes.ids_LTK.copy()
     swapped[:, :rows] = first.rollout.routes.ids_LTK
     given = [
@@ -233,14 +233,14 @@ def test_a_prefix_cache_from_before_the_update(rig: Rig) -> None:
     evidence = the_alarm(before, "old KV after an update")
     assert evidence.startswith("the rows of prompts are those of the weights before the update: ")
     assert examined(stale).alarms == [], "docs/truth.md says that shares alone miss it"
-    # control: a cache that was flushed
+    # control: the cache was flushed, so recorded and live rows are the same
     fresh = compared(given, live, live)
     flushed = [replace(o, before_LTK=r.ids_LTK) for o, r in zip(fresh, rig.live, strict=True)]
     assert examined(flushed).alarms == []
 
 
 def test_old_rows_of_prompts_without_the_weights_before(rig: Rig) -> None:
-    """The engine kept the rows of prompts, and not their keys and values."""
+    """Rows of prompts are of the weights before the update; keys and values are new."""
     new = moved(rig.model, 0.05)
     given = [replace(one, policy_version=1) for one in rollouts(10, turns=1)]
     old, live = [run(rig.model, r) for r in given], [run(new, r) for r in given]
@@ -264,20 +264,20 @@ def test_an_update_that_the_engine_did_not_take(rig: Rig) -> None:
 
 
 def test_a_version_that_was_sampled_by_other_weights(rig: Rig) -> None:
-    """The model is that of version 1, and the newest rollouts are not its own."""
+    """The live model has the weights of version 1, but version 2 is the newest in the rollouts."""
     new = moved(rig.model, 0.1)
     half = len(rig.given) // 2
     given = [replace(one, policy_version=1 + (i < half)) for i, one in enumerate(rig.given)]
     recorded = [run(new if i < half else rig.sampler, one) for i, one in enumerate(rig.given)]
     evidence = the_alarm(compared(given, recorded, rig.live), "weights of another version")
     assert "differ at policy version 2, the newest; allowed are at most " in evidence
-    # control: older rollouts differ, which they may
+    # control: rollouts of the older version may differ
     given = [replace(one, policy_version=2 - (i < half)) for i, one in enumerate(rig.given)]
     assert examined(compared(given, recorded, rig.live)).alarms == []
 
 
 def wrong_rotary(model: Any) -> Any:
-    """The model as an engine computes it whose rotary kernel is wrong."""
+    """The model with wrong rotary frequencies, like an engine with a wrong rotary kernel."""
     other = copy.deepcopy(model)
     other.model.rotary_emb.inv_freq *= 3
     return other
@@ -291,7 +291,7 @@ def test_an_engine_that_computes_the_model_wrongly(rig: Rig) -> None:
 
 
 def test_one_layer_of_one_expert_is_no_fault() -> None:
-    """Top-1 of 2 experts in one layer: rows repeat by chance, and nothing is wrong."""
+    """With one layer of 2 experts and top-1, rows repeat by chance."""
     rng = np.random.default_rng(0)
     given = []
     for one in rollouts():

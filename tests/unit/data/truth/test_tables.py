@@ -31,7 +31,7 @@ EXPERTS = 8
 def made(
     response: str, wrong: dict[int, list[int]], versions: list[list[int]] | None = None
 ) -> Compared:
-    """A rollout of two layers and top-2; "--ss-s" has the sampled tokens 2, 3 and 5.
+    """A rollout of two layers and top-2; the response "--ss-s" has the sampled tokens 2, 3 and 5.
 
     Args:
         wrong: for each layer the rows that differ.
@@ -41,7 +41,7 @@ def made(
     rows = len(response) - 1
     rng = np.random.default_rng(len(response))
     live_LTK = rng.random((2, rows, EXPERTS)).argsort(-1)[..., :2]
-    ids_LTK = live_LTK[..., ::-1].copy()  # another order, the same set
+    ids_LTK = live_LTK[..., ::-1].copy()  # the same sets, in another order
     for layer, at in wrong.items():
         ids_LTK[layer, at] = (ids_LTK[layer, at] + 1) % EXPERTS
     rollout = Rollout(
@@ -103,7 +103,7 @@ def test_codes_are_those_of_sets() -> None:
     assert len({a, c, d}) == 3
     assert set_codes(ids.astype(np.int64)).tolist() == [[a, b, c, d]]
     two = np.concatenate([set_codes(ids), set_codes(ids[:, ::-1])])
-    assert len(set(row_keys(two).tolist())) == 4  # layers do not commute
+    assert len(set(row_keys(two).tolist())) == 4  # swapped layers give other keys
 
 
 def test_the_tables_as_text() -> None:
