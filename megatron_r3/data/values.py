@@ -112,7 +112,10 @@ def wrong_count(counts_M: np.ndarray, least: int, total: int) -> str | None:
 
 
 def wrong_text(value: Any) -> str | None:
-    """Words behind "must be" if `value` cannot name an engine, version or model; else None."""
+    """Why `value` cannot name an engine, a version or a model; None if it can.
+
+    An error puts "must be" in front of the words, for example of "a text; got int".
+    """
     if not isinstance(value, str):
         return f"a text; got {type(value).__name__}"
     if len(value) > MOST_TEXT:

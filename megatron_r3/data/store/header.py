@@ -87,8 +87,8 @@ class Header:
         entries: where each tensor lies.
         crc32: by name, the CRC-32 of each tensor's bytes.
         recorded_rows: how many rows have routes.
-        identity: 16 hex digits of the SHA-256 of the header's text. The text holds the checksums of
-            all tensors, so two shards with the same identity have the same content.
+        identity: 16 hex digits of the SHA-256 of the header's text `megatron_r3`, which holds the
+            checksums of all tensors. So two shards with the same identity have the same content.
     """
 
     info: StoreInfo

@@ -58,7 +58,7 @@ class Shard:
     All reads are from the file that was opened, even if another file has its name by then.
 
     Args:
-        path: of the file, which is opened when something in it is first asked for.
+        path: the file's path; the file is opened when something in it is first needed.
         identity: see `Header`; shards of different content have different identities.
         info: what all rollouts of the store share.
         recorded_rows: how many rows of the shard have routes.
@@ -204,7 +204,7 @@ class Shard:
 
     @property
     def dtype(self) -> np.dtype:
-        """The type of an expert id."""
+        """The dtype of the stored expert ids."""
         return id_dtype(self.info.num_experts)
 
     @lazy

@@ -43,7 +43,7 @@ from megatron_r3.data.store.schema import FORMAT, FORMAT_VERSION, StoreError, St
 _LARGEST_NUMBER = 10**9 - 1  # of a shard: nine digits, the most that its name can have
 _LARGEST_CRC32 = 2**32 - 1
 _COMPACT = (",", ":")  # JSON without spaces: every rank that opens a shard reads its header
-_MOST_PIECES = os.sysconf("SC_IOV_MAX")  # that one writev takes; 1024 on Linux
+_MOST_PIECES = os.sysconf("SC_IOV_MAX")  # in one call of writev; 1024 on Linux
 
 
 def write_shard(directory: Path, info: StoreInfo, rollouts: Sequence[Rollout]) -> Path:

@@ -1,4 +1,4 @@
-"""Megatron-LM's inference server, 0.17 to 0.19.
+"""Responses of Megatron-LM's inference server, 0.17 to 0.19, are decoded or refused.
 
 Shape suffixes (docs/glossary.md): K, L, N, T, U.
 """

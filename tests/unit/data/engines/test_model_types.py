@@ -1,4 +1,4 @@
-"""Configs of every MoE class of transformers: read as the class is built, or refused by name.
+"""The config of every MoE class of transformers is read as the class is built, or refused.
 
 Each class is built on the meta device. Then its modules tell which decoder layers have experts, how
 many experts a layer has, and how many of them the router takes.

@@ -1,4 +1,4 @@
-"""SGLang: /generate and OpenAI's routes, 0.5.10 to 0.5.23.
+"""Bodies of SGLang 0.5.10 to 0.5.23 (/generate, OpenAI's endpoints) are decoded, or refused.
 
 Shape suffixes (docs/glossary.md): K, L, N, T, U.
 """

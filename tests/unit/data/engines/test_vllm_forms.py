@@ -1,4 +1,4 @@
-"""vLLM's Python objects.
+"""vLLM's Python objects are decoded, or refused if something is missing.
 
 Shape suffixes (docs/glossary.md): K, L, N, T.
 """

@@ -1,4 +1,4 @@
-"""A shard's open file: cut, lost, sent to another process, one of many, and closed.
+"""Open shards are cut or lost, go to another process, are many, and are closed.
 
 Shape suffixes (docs/glossary.md): N.
 """

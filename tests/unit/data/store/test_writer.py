@@ -185,7 +185,7 @@ def test_turns_are_kept_also_where_one_follows_the_other(tmp_path):
     assert store.column("sample").tolist() == [3, 6, 0]
 
 
-PIECES = [np.arange(i % 7, dtype=np.uint8) for i in range(3000)]  # empty ones too
+PIECES = [np.arange(i % 7, dtype=np.uint8) for i in range(3000)]  # some are empty
 
 
 def written(path):

@@ -120,7 +120,7 @@ def constant(ids_LTK: np.ndarray) -> np.ndarray:
 
 
 def stuck(ids_LTK: np.ndarray) -> np.ndarray:
-    """The rows stay the same from a position on."""
+    """The rows from 40 on are copies of row 39."""
     ids_LTK[:, 40:] = ids_LTK[:, 39:40]
     return ids_LTK
 
