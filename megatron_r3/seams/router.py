@@ -196,20 +196,10 @@ def make_hooks(router: Any, recorder: Any = None) -> tuple[RouterHook, RouterLoa
 
 
 def begin_pass(router: Any, given_T: Tensor | None) -> Tensor | None:
-    """Check that a router may still replay, and return the padding mask of this pass.
+    """Check a router at the begin of a pass, and return the padding mask of the pass.
 
     Raises:
-        ReplayError: as `check_hook`.
-    """
-    check_hook(router)
-    return router.router_load.padding_mask(given_T)  # type: ignore[no-any-return]
-
-
-def check_hook(router: Any) -> None:
-    """Refuse a router whose config was changed since it was made; called at each of its passes.
-
-    Raises:
-        ReplayError: one of the options was not set yet when the router was made, or slime's own
+        ReplayError: an option of replay was not set yet when the router was made, or slime's own
             replay has registered at the router.
     """
     if not isinstance(router.router_replay, RouterHook):
@@ -231,6 +221,7 @@ def check_hook(router: Any) -> None:
             "would compete for it; unset ENABLE_ROUTING_REPLAY (slime: --use-routing-replay, "
             "--use-rollout-routing-replay), or moe_router_replay"
         )
+    return router.router_load.padding_mask(given_T)  # type: ignore[no-any-return]
 
 
 def keep_live(module: Any) -> None:
@@ -267,11 +258,6 @@ class RouterLoad:
         padding_T = self.padding_mask(given_T)
         return values_TE if padding_T is None else values_TE * ~padding_T[:, None]
 
-    def real_tokens(self, num_tokens: int) -> int | Tensor:
-        """How many of this rank's `num_tokens` are not padding, counted on the device."""
-        padding_T = self.padding_mask(None)
-        return num_tokens if padding_T is None else (~padding_T).sum()
-
     def mean_tokens(self, local: int | Tensor) -> float | int | Tensor:
         """The mean, over the ranks that share this microbatch's sequences, of the tokens that are
         not padding.
@@ -282,14 +268,16 @@ class RouterLoad:
         and both ranks scale by 3.
 
         Args:
-            local: the rank's own count; used where the microbatch does not know the mean.
+            local: the rank's own count, used where the microbatch does not know the mean. An int
+                has the padding in it, which is subtracted here; a tensor has not.
         """
         microbatch = active_microbatch()
         if microbatch is None:
             return local
         if microbatch.mean_tokens is not None:
             return microbatch.mean_tokens
-        return self.real_tokens(local) if isinstance(local, int) else local
+        padding_T = microbatch.padding_T
+        return (~padding_T).sum() if padding_T is not None and isinstance(local, int) else local
 
     def map_for_aux_loss(
         self, routed_TE: Tensor, live_TE: Tensor, given_T: Tensor | None = None
