@@ -128,8 +128,8 @@ def _runs(
     with capture_routes(network) as captured, torch.no_grad():
         if captured.moe_layers != info.moe_layers:
             raise EngineError(
-                f"{model}: MoE layers {list(captured.moe_layers)}; {where} has "
-                f"routes of {list(info.moe_layers)}"
+                f"{model} has the MoE layers {list(captured.moe_layers)}, and {where} has routes "
+                f"of {list(info.moe_layers)}: give the model that sampled"
             )
         for name, rollout in rollouts.items():
             wrong = wrong_token(rollout.tokens_N, vocab_size)

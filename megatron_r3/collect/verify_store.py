@@ -131,7 +131,10 @@ def _refuse_other_model(shard: Shard, model: Model) -> None:
         ("experts", info.num_experts, shape.num_experts),
     ):
         if stored != wanted:
-            raise StoreError(f"{shard.path}: {name} {stored}; {model.name} has {wanted}")
+            raise StoreError(
+                f"{shard.path}: sampled by a model with {name} {stored}, and {model.name} has "
+                f"{wanted}: give --model the model that sampled"
+            )
     if info.router_fingerprint and model.router_fingerprint:
         pairs = zip(info.router_fingerprint, model.router_fingerprint, strict=True)
         others = [shape.moe_layers[i] for i, (a, b) in enumerate(pairs) if a != b]
@@ -139,10 +142,11 @@ def _refuse_other_model(shard: Shard, model: Model) -> None:
             raise StoreError(
                 f"{shard.path}: sampled by other router weights than {model.name}'s in "
                 f"{len(others)} of {len(shape.moe_layers)} MoE layers, the first is hidden layer "
-                f"{others[0]}"
+                f"{others[0]}: give --model the weights that sampled"
             )
     if info.policy_stamp and model.policy_stamp and info.policy_stamp != model.policy_stamp:
         raise StoreError(
             f"{shard.path}: sampled by other weights than {model.name}'s, whose routers are "
-            f"the same: the shard's stamp is {info.policy_stamp}, the model's {model.policy_stamp}"
+            f"the same: the shard's stamp is {info.policy_stamp}, the model's is "
+            f"{model.policy_stamp}: give --model the weights that sampled"
         )
