@@ -204,7 +204,7 @@ class _Reader:
             versions = [self._version(*both, i, where) for i, both in enumerate(decoded)]
         except EngineError as error:
             return [], str(error)
-        # A response that is no engine's may raise these in a decoder.
+        # A decoder may raise these errors for a response that no engine sends.
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError) as error:
             return [], f"{where}: the response cannot be read ({said(repr(error))})"
         return list(self._rollouts(line, decoded, digests, versions, where)), ""

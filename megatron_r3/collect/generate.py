@@ -264,7 +264,7 @@ class Transformers:
                 input_ids=step_BN, past_key_values=cache, use_cache=True, logits_to_keep=1
             )
             cache = output.past_key_values
-            (ids_LTK,) = self._captured.take()  # T: the tokens of all sequences, one by one
+            (ids_LTK,) = self._captured.take()  # T counts the tokens of all sequences
             routes.append(ids_LTK.unflatten(1, step_BN.shape).cpu())
             logits = output.logits[:, -1].float()
             processed = _processed(logits, self.sampling)

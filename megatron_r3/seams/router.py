@@ -196,7 +196,7 @@ def make_hooks(router: Any, recorder: Any = None) -> tuple[RouterHook, RouterLoa
 
 
 def begin_pass(router: Any, given_T: Tensor | None) -> Tensor | None:
-    """Check a router at the begin of a pass, and return the padding mask of the pass.
+    """Refuse a router that cannot replay any more, and return the padding mask of this pass.
 
     Raises:
         ReplayError: an option of replay was not set yet when the router was made, or slime's own
