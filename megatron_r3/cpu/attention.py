@@ -1,8 +1,7 @@
 """Core attention with context parallelism (CP) and packed sequences (THD), which need TE upstream.
 
 The attention is a plain causal softmax(QK)V: the queries of this rank, over the keys and values
-gathered from all CP ranks. Without CP and without packing Megatron's own DotProductAttention runs,
-unchanged.
+gathered from all CP ranks. Without CP and packing, Megatron's own DotProductAttention runs.
 
 Shape suffixes (docs/glossary.md): B, S, A, F, Q, Z.
 """

@@ -1,4 +1,4 @@
-"""The embedded sampler: transformers behind the few requests of SGLang's server that a loop needs.
+"""The embedded sampler: transformers answers the few requests of SGLang's server that a run sends.
 
 The sampler loads new weights from a directory, and runs wherever transformers runs. On one machine
 a request with seeds gets the same answer under the same weights, bit for bit. The server's pages:

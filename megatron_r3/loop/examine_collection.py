@@ -1,8 +1,8 @@
 """The truth test (docs/truth.md) of some rollouts of each shard, before the shard is stored.
 
-The rollouts are compared with transformers under the policy that sampled them. A
-verified push shows that the sampler computes the policy; the truth test shows that each row of
-routes which the sampler returns belongs to its token.
+The rollouts are compared with transformers under the policy that sampled them. A verified push
+shows that the sampler computes the policy; the truth test shows that each row of routes which the
+sampler returns belongs to its token.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The sampler of a run: the embedded one, or a server that this part starts for a policy.
+"""The sampler of a run: the embedded sampler, or a server that is started with a policy.
 
-A server that takes new weights in place is started once, with the policy of the next collection. A
-server that does not (in_place = false) is started anew when the next collection needs another
-policy and that policy is published.
+With in_place = true the server is started once, with the policy of the next collection. With
+in_place = false it is started anew when the next collection needs another policy and that policy is
+published.
 """
 
 from __future__ import annotations
