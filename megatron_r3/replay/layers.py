@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def hybrid_pattern(config: Any) -> str:
-    """The layer pattern of a hybrid model, a string of Megatron's; empty for any other model.
+    """The layer pattern of a hybrid model in Megatron's notation; empty for any other model.
 
     0.17 renamed the option, so both names are looked up.
     """

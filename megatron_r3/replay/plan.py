@@ -106,7 +106,7 @@ def by_owner(counts_LE: np.ndarray, ranks: ExpertRanks) -> np.ndarray:
 def layer_sizes(
     own_LE: np.ndarray, arriving_RLO: np.ndarray, ranks: ExpertRanks, layer_numbers: list[int]
 ) -> dict[int, LayerSizes]:
-    """The sizes of every layer, by its number.
+    """The `LayerSizes` of every layer, by the layer's number.
 
     Args:
         own_LE: how many tokens this rank sends to each expert (`rows.count_tokens`); with guest
@@ -121,8 +121,8 @@ def layer_sizes(
     # Example: O = 2 and counts 3 1 0 4 of 4 experts: 4 tokens to each rank.
     input_splits = own_LE.reshape(num_layers, ranks.expert_size, num_local).sum(2)
     # Megatron's `preprocess` has the counts in the order [tensor-parallel rank, expert-parallel
-    # rank, expert of this rank], so here it is [layer, tensor-parallel rank, expert-parallel rank,
-    # expert of this rank].
+    # rank, expert of this rank]. So `received` is [layer, tensor-parallel rank, expert-parallel
+    # rank, expert of this rank].
     by_rank = arriving_RLO.reshape(ranks.expert_size, ranks.tensor_size, num_layers, num_local)
     received = np.ascontiguousarray(by_rank.transpose(2, 1, 0, 3))
     per_rank = received.sum(3)

@@ -37,7 +37,7 @@ class RankLayout:
         self.tp_size = mpu.get_tensor_model_parallel_world_size()
         self.sp_size = self.tp_size if sequence_parallel else 1
         self.sp_rank = mpu.get_tensor_model_parallel_rank() if self.sp_size > 1 else 0
-        self._positions: dict[int, Tensor] = {}  # by document length
+        self._positions: dict[int, Tensor] = {}  # `_of_document` for each length that was asked for
 
     def split(self, batch: dict[str, Tensor], fields: Iterable[str]) -> dict[str, Tensor]:
         """This context-parallel rank's part of a whole batch.

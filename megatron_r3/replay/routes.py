@@ -100,7 +100,7 @@ def check_ids(
         recorded_T: bool. A row that is False was not recorded and is not checked. None means that
             every row was recorded.
         where: what the message calls the data (a file, a rollout, a request).
-        origin: what the message calls index [0, 0].
+        origin: the layer and the token that the message names for index [0, 0].
 
     Raises:
         RoutesError: wrong axes or dtype, a top-k above `num_experts`, or wrong ids; for ids the

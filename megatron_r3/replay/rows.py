@@ -66,7 +66,8 @@ def count_tokens(ids_LTK: np.ndarray, num_experts: int) -> np.ndarray:
     Example: two tokens of one layer with 4 experts, `[[[0, 2], [2, 3]]]`, are counted as `1 0 2 1`.
 
     Args:
-        ids_LTK: uint8, uint16 or signed; copied only where a layer is not contiguous.
+        ids_LTK: uint8, uint16 or a signed integer dtype; copied only where a layer is not
+            contiguous.
 
     Raises:
         RoutesError: an id is out of range; the message names the layer.

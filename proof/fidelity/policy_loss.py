@@ -42,9 +42,9 @@ class Expected:
     Attributes:
         sum: the loss of all rollouts, before it is divided by `divisor`.
         divisor: the number of tokens (token-mean) or of rollouts.
-        gradients: of `sum`, with respect to the trainer's log-probs, `[G]` for each rollout.
-        positive: as `sum`, with the absolute value of each token's part. Tests divide the error of
-            `sum` by it.
+        gradients: those of `sum` with respect to the trainer's log-probs, `[G]` for each rollout.
+        positive: the sum of the absolute values of all tokens' parts in `sum`. Tests divide the
+            error of `sum` by `positive`.
         shares: the factor of each token's part in `sum`, `[G]` for each rollout; 0 for a token that
             does not count.
     """

@@ -113,7 +113,8 @@ def chosen(files: Iterable[str], only: list[str]) -> list[str]:
     found = sorted(file for file in files if any(text in file for text in only))
     if not found:
         raise PatchingError(
-            f"--only {' '.join(only)}: no test file has it in its name: {', '.join(sorted(files))}"
+            f"--only {' '.join(only)}: no test file has such a text in its name; there are "
+            f"{', '.join(sorted(files))}"
         )
     return found
 

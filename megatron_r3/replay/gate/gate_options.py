@@ -19,7 +19,7 @@ MAX_TOPK = 64
 
 @dataclass(frozen=True)
 class GateOptions:
-    """How a router turns scores into probabilities, in Megatron's words.
+    """How a router turns scores into probabilities; the names are those of Megatron's options.
 
     Attributes:
         score_function: "softmax", "sigmoid" or "sqrtsoftplus". With K > 1 the scores of the latter
@@ -114,7 +114,9 @@ def check_inputs(inputs: GateInputs, options: GateOptions) -> None:
     """
     logits_TE, bias_E = inputs.logits_TE, inputs.expert_bias_E
     if options.score_function == "softmax" and bias_E is not None:
-        raise ValueError("expert_bias_E: for sigmoid and sqrtsoftplus; softmax takes none")
+        raise ValueError(
+            "expert_bias_E: must be None for softmax; sigmoid and sqrtsoftplus take it"
+        )
     if logits_TE.ndim != 2 or not logits_TE.is_floating_point():
         raise ValueError(f"logits_TE: floating-point [T, E], not {_describe(logits_TE)}")
     num_tokens, num_experts = logits_TE.shape

@@ -105,11 +105,11 @@ def _launch(
     """Launch a kernel with contiguous tensors.
 
     The first launch of a kind compiles a kernel, and later launches call the compiled kernel
-    directly. Otherwise Triton would look at each argument at every launch, in about half of the
-    host's time for a gate. A kernel is compiled for the constants, the device, and each tensor's
-    dtype and alignment (whether it begins at a multiple of 16 bytes). Example: the ids of a layer
-    are a part of all layers' ids. Those of layer 1 begin at byte 0, those of layer 2 at byte
-    T x K = 999 x 2 = 1998, which is no multiple of 16, so layer 2 has a kernel of its own.
+    directly. Otherwise Triton would look at each argument at every launch, which takes about half
+    of the host's time for a gate. A kernel is compiled for the constants, the device, and the dtype
+    and alignment of each tensor (whether it begins at a multiple of 16 bytes). Example: the ids of
+    a layer are a part of all layers' ids. Those of layer 1 begin at byte 0, those of layer 2 at
+    byte T x K = 999 x 2 = 1998, which is no multiple of 16, so layer 2 has a kernel of its own.
     """
     num_tokens, num_experts = logits_TE.shape
     if not num_tokens:  # a grid of no programs cannot be launched

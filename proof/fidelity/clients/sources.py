@@ -1,4 +1,4 @@
-"""Pinned commits of frameworks that are not on PyPI, whose files a clone provides."""
+"""Pinned commits of frameworks that are not on PyPI. Their files are taken from clones."""
 
 from __future__ import annotations
 

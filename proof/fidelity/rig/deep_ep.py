@@ -107,7 +107,7 @@ class Buffer:
         group: the ranks, each with the same number of experts, in their order.
         num_nvl_bytes: stored only because Megatron compares the sizes of buffers.
         num_rdma_bytes: stored for the same reason.
-        options: other options of DeepEP's, none of which is emulated.
+        options: other options of DeepEP's. One that would change a result is refused.
     """
 
     def __init__(

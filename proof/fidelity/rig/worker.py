@@ -79,7 +79,7 @@ class TreeWorker:
                 ],
                 pass_fds=[its_end.fileno()],
                 start_new_session=True,  # Ctrl-C then reaches the parent alone
-                cwd=self._folder.name,  # it has no modules that could be imported by accident
+                cwd=self._folder.name,  # a folder without modules: none is imported by accident
                 env=_environment(self.tree, {**os.environ, **(env or {})}),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -243,7 +243,7 @@ def _answer(request: Any) -> Any:
 def serve(pipe: Connection) -> None:
     """Import the tree that the first request names; then run one case for each request."""
     torch.set_num_threads(1)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # run_ranks then ends the ranks
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # on SystemExit run_ranks ends the ranks
     with suppress(EOFError):
         try:
             _import_tree(*pipe.recv())

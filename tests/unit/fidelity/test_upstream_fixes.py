@@ -34,7 +34,7 @@ def test_a_fix_that_names_this_project_could_not_be_sent(line: str) -> None:
 
 def test_a_text_that_chooses_nothing_is_an_error() -> None:
     assert chosen({"a/test_b.py", "a/test_c.py"}, ["_c"]) == ["a/test_c.py"]
-    with pytest.raises(PatchingError, match="--only x: no test file has it"):
+    with pytest.raises(PatchingError, match="--only x: no test file has such a text"):
         chosen({"a/test_b.py"}, ["x"])
 
 

@@ -92,7 +92,10 @@ def test_the_reference_is_the_equation_of_the_paper() -> None:
 SIGMOID = {"score_function": "sigmoid"}
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "function": ({"score_function": "relu"}, "score_function: one of softmax, sigmoid, sqrtsoft"),
-    "softmax with bias": ({"expert_bias_E": torch.zeros(E)}, "expert_bias_E: for sigmoid"),
+    "softmax with bias": (
+        {"expert_bias_E": torch.zeros(E)},
+        "expert_bias_E: must be None for softmax",
+    ),
     "bias of another size": (
         {**SIGMOID, "expert_bias_E": torch.zeros(E + 1)},
         r"expert_bias_E: floating-point \[6\], not float32 \[7\]",
