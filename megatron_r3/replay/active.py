@@ -87,7 +87,7 @@ def _enter(forward_pass: ForwardPass, model: torch.nn.Module | None = None) -> C
         """Note which modules run, until the module that has the layers (usually the model) is
         called. The hook is removed then, because it would keep submodules from being compiled.
         """
-        if torch.compiler.is_compiling():  # what follows would break the graph
+        if torch.compiler.is_compiling():  # the code below would break the compiled graph
             return
         if ACTIVE.get() is forward_pass and _look_into(module, forward_pass) and hook is not None:
             hook.remove()

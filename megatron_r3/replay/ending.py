@@ -15,7 +15,7 @@ from typing import Any
 
 # the beginnings of the options that only a patched Megatron-LM knows
 _OURS = ("--moe-router-replay", "--rollouts", "--rl-write-rollouts")
-# all but a node's first rank wait so long, and the launcher ends them before they print an error
+# all but a node's first rank wait this long, so that the launcher ends them before they print
 _SILENCE_S = 30.0
 
 

@@ -187,7 +187,7 @@ def read_routes(
     ids_LTK, padding_T = routes.ids_LTK, routes.padding_T
     into_LTK = ids_LTK.view(id_dtype(source.info.num_experts))
     read_LTK, recorded_T = source.routes(routes.rows_T, trace, into_LTK)
-    if read_LTK.dtype != into_LTK.dtype:  # 300 would silently become 44 in one byte
+    if read_LTK.dtype != into_LTK.dtype:  # an id of 300 would become 44 in one byte
         raise ValueError(
             f"{type(source).__name__}.routes: ids are {read_LTK.dtype}; those of "
             f"{source.info.num_experts} experts must be {into_LTK.dtype}"

@@ -151,8 +151,8 @@ class MicrobatchRoutes:
     tally: Tally | None = field(default=None, kw_only=True)
     used: Counter[int] = field(default_factory=Counter, init=False)
     # The number of the forward pass in which each layer asked for the first time, 0 outside a pass.
-    # It is a number because the ForwardPass refers to this object: with a reference cycle the
-    # routes of every micro-batch would stay on the device until Python's cyclic garbage collection.
+    # The ForwardPass itself is not kept, because it refers to this object: with a reference cycle
+    # routes would stay on the device until Python's cyclic garbage collection.
     _first_pass: dict[int, int] = field(default_factory=dict, init=False)
     _given: dict[int, Tensor] = field(default_factory=dict, init=False)
     _wrong_LT: Tensor | None = field(default=None, init=False)  # what the check of the ids found

@@ -177,7 +177,7 @@ def repeated_rows(ids: np.ndarray) -> np.ndarray:
         # shift 1 compares the columns (1, 0) and (2, 1), shift 2 compares (2, 0).
         for shift in range(1, len(columns)):
             equal = columns[shift:] == columns[:-shift]
-            if equal.any():  # rare: which rows they are is worked out only now
+            if equal.any():  # rare, so the rows are looked for only in this case
                 repeated[start : start + _BLOCK_ROWS] |= equal.any(0)
     return repeated.reshape(ids.shape[:-1])
 

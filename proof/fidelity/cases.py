@@ -75,7 +75,7 @@ CP2, CP4 = (f"--cp-comm-type all_gather --context-parallel-size {size}" for size
 EP2, EP4 = "--expert-model-parallel-size 2", "--expert-model-parallel-size 4"
 ETP1, ETP2 = "--expert-tensor-parallel-size 1", "--expert-tensor-parallel-size 2"
 ALLGATHER = "--moe-token-dispatcher-type allgather"
-# every release takes these options; newer ones have other names for them too
+# every release takes these options; newer releases have other names for them too
 FLEX = "--moe-token-dispatcher-type flex --moe-enable-deepep --moe-router-dtype fp32"
 OVERLAP = "--overlap-moe-expert-parallel-comm"
 PACK = "--rollouts-pack --seq-length 64 --max-position-embeddings 64"

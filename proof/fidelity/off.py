@@ -38,7 +38,7 @@ def hide_megatron_r3() -> None:
     for name in filter(_is_hidden, list(sys.modules)):
         del sys.modules[name]
         parent, _, child = name.rpartition(".")
-        if parent in sys.modules:  # `from megatron_r3.train import step` would find it there
+        if parent in sys.modules:  # `from megatron_r3.train import step` reads the attribute
             vars(sys.modules[parent]).pop(child, None)
     sys.meta_path.insert(0, _Hidden())
 

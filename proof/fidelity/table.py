@@ -27,7 +27,7 @@ from proof.fidelity.rollouts import CONTROLS, NUM_ROLLOUTS, make_rollouts, write
 TIMEOUT_S = 180.0
 ANY_GUEST = "--moe-router-replay-guest-tokens 1"
 NO_GUESTS = f"--moe-router-replay-guest-tokens {1 << 40}"
-# With a guest, an expert's gradient is the sum of two matrix products: its rounding differs.
+# With a guest, an expert's gradient is the sum of two matrix products, so it rounds otherwise.
 GUESTS_TOLERANCE = 2e-6
 BIAS, GUESTS = "expert_bias_matches", ("guests_match", "guests_came")
 

@@ -330,7 +330,7 @@ def why(outcomes: Outcomes, test: str, label: str) -> str:
 
 
 if __name__ == "__main__":
-    # The ranks import `as_rank` by the name of its module, so this must not be __main__.
+    # The ranks import `as_rank` by the name of its module, so this module must not be __main__.
     from proof.fidelity import upstream
 
     sys.exit(upstream.main())

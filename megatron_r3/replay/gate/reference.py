@@ -59,7 +59,7 @@ def replayed_gate_reference(inputs: GateInputs, options: GateOptions) -> GateOut
     logits_TE, ids_TK = inputs.logits_TE, inputs.ids_TK
     inner_dtype = torch.float64 if logits_TE.dtype == torch.float64 else torch.float32
     scores_TE = _scores(logits_TE.to(inner_dtype), options.function)
-    selection_TE = scores_TE.detach()  # what a live top-k would select by
+    selection_TE = scores_TE.detach()  # the scores by which a live top-k would select
     if inputs.expert_bias_E is not None:
         selection_TE = selection_TE + inputs.expert_bias_E.detach().to(inner_dtype)
 

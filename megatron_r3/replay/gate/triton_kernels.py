@@ -28,8 +28,8 @@ import triton.language as tl
 from megatron_r3.replay.gate import tiles
 
 
-# Triton compiles a kernel of its own for integers that are 1 or divisible by 16. num_tokens changes
-# with every batch, so it is exempt.
+# Triton compiles a kernel of its own for integers that are 1 or divisible by 16. Not so here for
+# num_tokens, which changes with every batch.
 @triton.jit(do_not_specialize=["num_tokens"])
 def gate_choose(
     logits_ptr,
