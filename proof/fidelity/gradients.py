@@ -38,12 +38,10 @@ def collect(models: list[torch.nn.Module], gradients: dict[int, torch.Tensor]) -
         gradients: each gradient by the `id()` of its parameter.
     """
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
-    from megatron.core.transformer import utils
+    from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
     from megatron.core.utils import unwrap_model
 
-    metadata = None
-    if hasattr(utils, "ensure_metadata_has_dp_cp_group"):  # 0.16 asks its callers for the metadata
-        metadata = utils.ensure_metadata_has_dp_cp_group(None)
+    metadata = ensure_metadata_has_dp_cp_group(None)  # some modules read metadata["dp_cp_group"]
     pieces = []
     for model in models:
         state = unwrap_model(model).sharded_state_dict(prefix="", metadata=metadata)
