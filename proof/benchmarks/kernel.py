@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     args = _arguments(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
-        print("error: no CUDA device here; --device cpu --rehearse runs it all", file=sys.stderr)
+        print("error: no CUDA device here; try this with --device cpu --rehearse", file=sys.stderr)
         return 2
     # 1 GiB is many times the cache of any GPU
     most, flush, tokens = (3, 1 << 10, (8, 33)) if args.rehearse else (LOOKS[-1], 1 << 30, TOKENS)

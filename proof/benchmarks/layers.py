@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"skipped: {missing}")
         return 77
     if cuda and not torch.cuda.is_available():
-        print("error: no CUDA device here; --device cpu --rehearse runs it all", file=sys.stderr)
+        print("error: no CUDA device here; try this with --device cpu --rehearse", file=sys.stderr)
         return 2
     _import_tree(args.megatron.resolve(), cuda)
     model = MODELS[args.model]
