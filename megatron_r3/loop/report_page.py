@@ -14,15 +14,14 @@ from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
-
 from megatron_r3.data.store import RolloutStore
 from megatron_r3.loop.report import LAYER, Run
 from megatron_r3.loop.report_charts import PARTS, by_layer, figures_of
 from megatron_r3.replay.words import one_line
 
 try:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
     from plotly.offline import get_plotlyjs
 except ModuleNotFoundError as missing:
     raise ValueError("rl report needs plotly: pip install 'megatron-r3[report]'") from missing
