@@ -104,8 +104,8 @@ def _lines(path: Path, notes: list[str]) -> Iterator[tuple[str, dict[str, Any]]]
         try:
             value = read_json(line, where)
         except ValueError:
-            # A part that was killed while it wrote a line (`{"time": 17`) begins the next on a new
-            # line.
+            # A part that was killed while it wrote a line (`{"time": 17`) and was started again
+            # goes on in a new line. So a line that is cut off may be in the middle of the file.
             if not last and (not line.startswith(b"{") or line.endswith(b"}")):
                 raise
             notes.append(

@@ -172,8 +172,9 @@ def _provider(step: RolloutStep, scripts: Provider, eval_iters: int) -> Provider
     options, store, ledger = step.options, step.store, step.ledger
 
     def training_data(num_samples: int) -> RolloutDataset:
-        # Megatron asks for data once for each virtual pipeline stage, and the passes over a
-        # collection ask again. The ledger compares the store with the checkpoint only once.
+        # Megatron calls `provider` once for each virtual pipeline stage, and `provider` comes here
+        # twice if there is a pass of the old policy or of the reference. Only in the first call
+        # the ledger compares the store with the checkpoint.
         if not ledger.entries:
             notice = ledger.begin()
             if notice and torch.distributed.get_rank() == 0:

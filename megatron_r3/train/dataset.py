@@ -209,7 +209,7 @@ class FollowedRollouts(RolloutDataset):
     def of_store(self, sample: int) -> dict[str, Tensor]:
         """The fields of a sample of the store, after a wait for its rollout.
 
-        With `replay_max_lag` the wait is for the whole collection.
+        With `replay_max_lag` the wait is for all rollouts of the sample's collection.
 
         Raises:
             StoreError: a rollout does not come in time, or a new shard cannot be used.

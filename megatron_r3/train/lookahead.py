@@ -112,7 +112,7 @@ class Preparer:
         """The routes of these rows in this chunk's layers.
 
         Args:
-            mean_tokens: as of MicrobatchRoutes.
+            mean_tokens: see `MicrobatchRoutes`.
         """
         assert self.routes is not None
         return self.routes.read(self.store, rows_BS, mean_tokens)

@@ -133,7 +133,7 @@ def _refuse_reference(name: str | None, saved: str | None) -> None:
     if name is not None and not any((Path(name) / n).is_file() for n in ("config.json", _TRACKER)):
         raise ValueError(
             f"--rollouts-reference {name}: it has neither a config.json of transformers nor a "
-            f"{_TRACKER} of Megatron: give the folder that --load or --hf-import takes"
+            f"{_TRACKER} of Megatron: give a transformers directory, or a folder of checkpoints"
         )
 
 

@@ -170,8 +170,9 @@ class BridgeFamily:
             want = self._shapes.get(name)
             if want is not None and want[rows] != tuple(part.shape)[rows]:
                 raise ValueError(
-                    f"{self._translator.title} makes {name} {tuple(part.shape)} of {place}; the "
-                    f"transformers directory has {want}: give this model's arguments"
+                    f"{self._translator.title} makes {name} of shape {tuple(part.shape)} out of "
+                    f"{place}; the transformers directory has {want}: give Megatron the arguments "
+                    "of the model in that directory"
                 )
 
     def _refuse_changed(

@@ -159,7 +159,7 @@ def _piece(sharded: Any) -> Piece:
         tuple(sharded.global_shape)[axes:],
         offset[axes:],
         tensor.detach(),
-        # Megatron-Bridge marks the adapter of an expert as a replica of another rank's on every
-        # expert-parallel rank but the first, although no other rank has it
+        # On every expert-parallel rank but the first, Megatron-Bridge marks an expert's adapter as
+        # the copy of one that another rank holds. No other rank holds it, so this rank writes it.
         ADAPTER in key or is_main_replica(sharded.replica_id),
     )

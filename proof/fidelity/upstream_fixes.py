@@ -39,7 +39,8 @@ from proof.fidelity.upstream import FOLDER, MOE, Outcomes, Suite, counts, why
 
 LINES = ("core_r0.19.0", "main")
 GROUPS = ("engine", "fixes")
-# Upstream's other tests of the files that the patches change.
+# Tests of upstream that no diff touches: of files that the patches change, and of router_trace.py,
+# which the patched text generation controller calls.
 BESIDE = (
     f"{MOE}/test_router_replay.py",
     f"{MOE}/test_router_trace.py",

@@ -327,7 +327,8 @@ def number_array(value: Any, name: str) -> np.ndarray:
     """Numbers of a list as float32; a number that is too large for float32 becomes infinite."""
     array_V = _plain(value, name)
     if array_V.ndim != 1 or array_V.dtype.kind not in "iuf":
-        raise EngineError(f"{name}: expected a list of numbers; got {_kinds(array_V)}")
+        got = _kinds(array_V) if array_V.ndim == 1 else f"{array_V.ndim} axes"
+        raise EngineError(f"{name}: expected a flat list of numbers; got {got}")
     with np.errstate(over="ignore"):
         return array_V.astype(np.float32)
 

@@ -35,7 +35,8 @@ from megatron_r3.data.engines.said import read_said
 from megatron_r3.data.engines.shape import EngineError, ModelShape, naming
 from megatron_r3.replay.words import quoted, said
 
-# A choice of /v1/completions from 0.18 on, without the fields that are not read here:
+# A choice of /v1/completions from 0.18 on. Left out are its text, finish_reason and policy_epoch,
+# which are read too, and the fields that are not read:
 #
 #   {"index": 0, "prompt_token_ids": [5, 9], "generation_token_ids": [7, 3], "num_evictions": 0,
 #    "generation_log_probs": [-0.5, -1.2],

@@ -131,7 +131,7 @@ def check_inputs(inputs: GateInputs, options: GateOptions) -> None:
     for name, tensor in inputs._asdict().items():
         if tensor is not None and tensor.device != logits_TE.device:
             raise ValueError(
-                f"{name}: on {logits_TE.device} like logits_TE, not on {tensor.device}"
+                f"{name}: must be on {logits_TE.device} like logits_TE, not on {tensor.device}"
             )
 
 

@@ -166,9 +166,10 @@ def cispo(terms: LossTerms, clip: Clip) -> Gain:
     """sg(clip(r, 1 - low, 1 + high)) A log pi, where sg stops the gradient.
 
     CISPO of MiniMax-M1, arXiv 2506.13585, equations 4 and 5. A clipped token keeps its gradient.
-    The paper has only an upper bound of the weight (section 3.1), which is a low of 1 here; that is
-    the default of --rollouts-clip-eps for cispo. The value of the gain is the clipped ratio times
-    A, so that it compares with other losses; log pi is only in the gradient.
+    The paper bounds the weight from above alone (section 3.1). A low of 1, the default of
+    --rollouts-clip-eps for cispo, does the same here, because no ratio is below 0. The value of the
+    gain is the clipped ratio times A, so that it can be compared with the gains of other losses;
+    log pi is only in the gradient.
     """
     ratio_BS = terms.log_ratio_BS.exp()
     weight_BS = ratio_BS.detach().clamp(1.0 - clip.low, 1.0 + clip.high)

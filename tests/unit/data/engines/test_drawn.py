@@ -155,7 +155,7 @@ def test_masks_that_are_none_are_refused(masks, message):
         (None, "output_token_sampling_logprobs must have an entry for each token"),
         (LOGPROBS[:3], "output_token_sampling_logprobs must have an entry for each token"),
         ([*LOGPROBS[:3], None], "a response token has no log-prob"),
-        ([*LOGPROBS[:3], "x"], "output_token_sampling_logprobs: expected a list of numbers"),
+        ([*LOGPROBS[:3], "x"], "output_token_sampling_logprobs: expected a flat list of numbers"),
         ([*support()[:3], [-1.0]], "output_token_sampling_logprobs: 1 log-probs for a mask of 2"),
     ],
 )

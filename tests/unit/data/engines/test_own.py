@@ -50,7 +50,7 @@ def test_array_increments():
         ({"routes": made.made_rows().astype(object)}, "ids must be integers; got int"),
         ({"routes": 3}, "a list or an array; got int"),
         ({"token_ids": np.array([1.0])}, "ids must be integers"),
-        ({"logprobs": ["a"] * 4}, "a list of numbers; got str"),
+        ({"logprobs": ["a"] * 4}, "a flat list of numbers; got str"),
         ({"logprobs": made.LOGPROBS[1:]}, "3 log-probs for 4 response tokens"),
         ({"logprobs": [-1.0, -(10**400), -1.0, -1.0]}, "numbers|even table"),
         ({"logprobs": [-1.0, -1e300, -1.0, -1.0]}, "token 7 is .*not finite"),

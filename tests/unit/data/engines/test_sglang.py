@@ -184,7 +184,7 @@ def test_ids_beside_the_routes():
             "no token was sampled; .*max_new_tokens",
         ),
         ({"output_token_logprobs": [None] * 4}, "must be a list of .log-prob, token id, text"),
-        ({"output_token_logprobs": [["a", 21, None]] * 4}, "a list of numbers; got str"),
+        ({"output_token_logprobs": [["a", 21, None]] * 4}, "a flat list of numbers; got str"),
         (
             {"output_token_logprobs": [[None, t, None] for t in made.RESPONSE]},
             "a response token has no log-prob",

@@ -126,7 +126,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "live of bytes": ({"live_T": torch.zeros(3).byte()}, r"live_T: bool \[3\], not uint8 \[3\]"),
     "rows of counted": ({"counted_T": ROWS[:2]}, r"counted_T: bool \[3\], not bool \[2\]"),
-    "another device": ({"ids_TK": IDS.to("meta")}, "ids_TK: on cpu like logits_TE, not on meta"),
+    "another device": (
+        {"ids_TK": IDS.to("meta")},
+        "ids_TK: must be on cpu like logits_TE, not on meta",
+    ),
 }
 
 
