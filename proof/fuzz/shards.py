@@ -276,8 +276,8 @@ def _while_open(rng: random.Random, folder: Path, store: Path, base: Base) -> st
     if rng.choice((True, False)):  # a training checks the store's files once in a step
         opened.trained_on(ReadChecks() if rng.choice((True, False)) else None)
     if rng.choice((True, False)):  # the reader keeps the files open from here on
-        for shard in opened.shards:
-            shard.read_rows(np.arange(min(1, shard.num_rows)), [0])
+        for rollout in range(len(opened)):
+            opened.routes(opened.row_ids(rollout)[:1], [0])
     note(folder, f"while it is open: {_change_open(rng, store, base)}")
     return judged(
         lambda: contents(opened, verify=not verified),

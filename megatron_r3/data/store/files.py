@@ -148,7 +148,7 @@ class HeldFile:
             StoreError: the file is shorter than it was, or cannot be read any more.
         """
         rest: Any = into
-        if offset + into.nbytes <= len(self._begin):
+        if self._begin and offset + into.nbytes <= len(self._begin):
             rest = into.view(np.uint8).reshape(-1)
             rest[:] = self._begin[offset : offset + into.nbytes]
             return into

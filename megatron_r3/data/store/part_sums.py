@@ -16,12 +16,12 @@ rank then reads fit the sums in the file, since both are the other shard's. But 
 another mask than the header that the rank has read, so the rows are refused. Without a mask, the
 rank would have to check after each read whether the file was changed.
 
-Shape suffixes (docs/glossary.md): K, L, M, N, T, V.
+Shape suffixes (docs/glossary.md): M, N, P, V.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import pairwise
 
@@ -41,7 +41,7 @@ from megatron_r3.data.store.header import (
 )
 from megatron_r3.data.store.schema import StoreError
 
-_RECORDED = [*PER_TOKEN].index("recorded")  # its column of TOKEN_SUMS
+RECORDED = [*PER_TOKEN].index("recorded")  # its column of TOKEN_SUMS
 
 
 def starts_of(counts_M: np.ndarray) -> np.ndarray:
@@ -53,6 +53,16 @@ def locate(start_M: np.ndarray, place: int) -> tuple[int, int]:
     """Which of M things (`starts_of`) a place belongs to, and the place inside that thing."""
     number = int(np.searchsorted(start_M, place, side="right")) - 1
     return number, place - int(start_M[number])
+
+
+def runs(numbers: np.ndarray) -> Iterable[tuple[int, int]]:
+    """Where each run of numbers that rise by 1 begins and ends. Example: 4 5 6 9 has 0-3 and 3-4.
+
+    Args:
+        numbers: int64, at least one.
+    """
+    ends = (numbers[1:] - numbers[:-1] != 1).nonzero()[0] + 1
+    return pairwise([0, *ends.tolist(), len(numbers)])
 
 
 def num_parts(num_tokens: np.ndarray) -> np.ndarray:
@@ -74,12 +84,17 @@ def part_sums(lines: np.ndarray, num_tokens: int) -> np.ndarray:
     whole = lines.shape[1] // PART_TOKENS
     cut = whole * PART_TOKENS * (data.shape[1] // max(lines.shape[1], 1))
     if whole:
-        sums[:, :whole] = _sums(data[:, :cut].view("<u4").reshape(len(lines), whole, -1))
+        sums[:, :whole] = whole_sums(data[:, :cut], whole)
     if rest := data.shape[1] - cut:
         padded = np.zeros((len(lines), -(-rest // 4) * 4), np.uint8)
         padded[:, :rest] = data[:, cut:]
         sums[:, whole] = _sums(padded.view("<u4"))
     return sums
+
+
+def whole_sums(lines: np.ndarray, num_parts: int) -> np.ndarray:
+    """The sums of parts that all have as many bytes, uint32 `[L, num_parts]`; as `part_sums`."""
+    return _sums(lines.reshape(len(lines), num_parts, -1).view("<u4"))
 
 
 def _sums(words: np.ndarray) -> np.ndarray:
@@ -144,60 +159,28 @@ class PartSums:
 
     def __init__(self, file: HeldFile, header: Header, num_tokens_M: np.ndarray) -> None:
         self.file, self.header, self.num_tokens_M = file, header, num_tokens_M
-        self.row_start_M = starts_of(num_tokens_M - 1)
         self.part_start_M = starts_of(num_parts(num_tokens_M))
 
-    def widened(self, first: int, last: int) -> tuple[int, int]:
-        """The rows to read so that the rows from `first` to before `last` can be compared.
-
-        Example: of a rollout with the rows 0 to 499, the rows 100 to 199 are in the parts 1 to 3,
-        so the rows 64 to 255 are read.
-        """
-        begin = first - locate(self.row_start_M, first)[1] % PART_TOKENS
-        rollout, row = locate(self.row_start_M, last - 1)
-        stop = last + (-row - 1) % PART_TOKENS
-        return begin, min(stop, int(self.row_start_M[rollout + 1]))
-
-    def compare_rows(
-        self, layers: Sequence[int], begin: int, read_LTK: np.ndarray, recorded_T: np.ndarray
-    ) -> None:
-        """Refuse rows that are not as they were stored.
-
-        Args:
-            layers: the layers of `read_LTK`.
-            begin: the first row.
-            read_LTK: rows that begin and end as `widened` says.
-            recorded_T: the same rows of `recorded`, as stored.
-        """
-        stop = begin + len(recorded_T)
-        first, last = (locate(self.row_start_M, row)[0] for row in (begin, stop - 1))
-        for rollout in range(first, last + 1):
-            start, end = self.row_start_M[rollout : rollout + 2].tolist()
-            low, high = max(start, begin), min(end, stop)
-            rows, part = slice(low - begin, high - begin), (low - start) // PART_TOKENS
-            sums = part_sums(recorded_T[None, rows], high - low)
-            self.compare(TOKEN_SUMS, [_RECORDED], rollout, part, sums)
-            if len(layers):
-                sums = part_sums(read_LTK[:, rows], high - low)
-                self.compare(ROUTE_SUMS, layers, rollout, part, sums)
-
     def compare(
-        self, table: str, columns: Sequence[int], rollout: int, part: int, found: np.ndarray
+        self, table: str, columns: Sequence[int], parts_P: np.ndarray, found: np.ndarray
     ) -> None:
-        """Refuse parts of a rollout whose sums are not those in the file.
+        """Refuse parts whose sums are not those in the file.
 
         Args:
             table: the table of sums in the file.
             columns: of the table, one for each layer or tensor that was read.
-            part: the first of the compared parts of the rollout.
-            found: the sums of what was read, uint32 `[len(columns), parts]`.
+            parts_P: the parts, ascending.
+            found: the sums of what was read, uint32 `[len(columns), P]`.
         """
-        first, entry = int(self.part_start_M[rollout]) + part, self.header.entries[table]
-        stored = np.empty((found.shape[1], entry.shape[1]), np.uint32)
-        self.file.read(stored, entry.begin + first * stored[:1].nbytes)
-        wrong = found ^ np.uint32(self.header.mask) != stored[:, columns].T
-        for index, place in np.argwhere(wrong)[:1].tolist():
-            raise self._damaged(table, columns[index], rollout, part + place)
+        entry = self.header.entries[table]
+        stored = np.empty((len(parts_P), entry.shape[1]), np.uint32)
+        for start, end in runs(parts_P):
+            self.file.read(stored[start:end], entry.begin + int(parts_P[start]) * stored[0].nbytes)
+        wrong = found ^ np.uint32(self.header.mask) != stored.take(columns, 1).T
+        if wrong.any():
+            index, place = np.argwhere(wrong)[0].tolist()
+            where = locate(self.part_start_M, int(parts_P[place]))
+            raise self._damaged(table, columns[index], *where)
 
     def compare_whole(
         self, name: str, lines: np.ndarray, stored: np.ndarray, layer: int = 0

@@ -4,7 +4,7 @@ A row id counts the rows of all shards in the order of their numbers, so one int
 and a token in it. Example: shard 0 has rollouts of 5 and 9 tokens, so 4 + 8 rows, and
 the row ids 0 to 11; row id 5 is row 1 of rollout 1, and the first row of shard 1 has row id 12.
 
-Shape suffixes (docs/glossary.md): C, K, L, M, N, T, U.
+Shape suffixes (docs/glossary.md): C, K, L, M, N, P, T, U.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ import numpy as np
 from megatron_r3.data.kept import KeptSets
 from megatron_r3.data.rollout import Rollout, versions_of
 from megatron_r3.data.store.files import SHARD_GLOB, shard_name, shards_in_order
+from megatron_r3.data.store.header import PART_TOKENS
 from megatron_r3.data.store.index import Index
 from megatron_r3.data.store.kinship import Kinship, refuse_namesakes, without_collector
 from megatron_r3.data.store.schema import StoreError, StoreInfo
 from megatron_r3.data.store.shard import Shard
 from megatron_r3.data.store.verify_shard import ReadChecks, verify_shard
-from megatron_r3.replay.routes import Routes
+from megatron_r3.replay.routes import Routes, id_dtype
 
 
 class RolloutStore:
@@ -187,9 +188,8 @@ class RolloutStore:
         """One whole rollout; its routes are read and checked."""
         shard, index, _ = self._find(rollout)
         fields = self.fields(rollout)
-        rows_T = np.arange(shard.row_start_M[index], shard.row_start_M[index + 1])
         routes = Routes.from_array(
-            shard.read_rows(rows_T, range(len(self.info.moe_layers)))[0],
+            shard.read_rollout(index),
             self.info.num_experts,
             fields["recorded"],
             self.name(rollout),
@@ -281,27 +281,32 @@ class RolloutStore:
         Returns:
             ids `[len(layers), T, K]` in the stored dtype, and the recorded bits `[T]`.
         """
+        # Whole parts are read side by side, behind one part of zeros. Then one call takes each row
+        # from its place there, and padding from the place 0.
+        place_T, end = np.zeros(len(rows_T), np.int64), PART_TOKENS
+        found = []
         numbers = self.shards_of(rows_T)
         shards = self.index
-        shape = (len(layers), len(rows_T), self.info.topk)
-        ids_LTK = np.empty(shape, shards[0].dtype) if into_LTK is None else into_LTK
-        ids_LTK[:, rows_T < 0] = 0
-        recorded_T = np.zeros(len(rows_T), bool)
         for number in numbers:
             shard, first = shards[number], int(shards.first_row[number])
             here_T = np.flatnonzero((rows_T >= first) & (rows_T < first + shard.num_rows))
             wanted_T = rows_T[here_T] - first
-            if (np.diff(wanted_T) > 0).all():
-                recorded_T[here_T] = shard.read_rows(wanted_T, layers, ids_LTK, here_T)[1]
-            else:
-                # Shards read ascending rows without repeats. Example: 7 5 7 is read as 5 7, and
-                # place_T 1 0 1 puts the rows back into the order in which they were asked for.
-                sorted_T, place_T = np.unique(wanted_T, return_inverse=True)
-                read_LTK, read_T = shard.read_rows(sorted_T, layers)
-                ids_LTK[:, here_T], recorded_T[here_T] = read_LTK[:, place_T], read_T[place_T]
-            if self._checks is not None:
-                read_LTK, read_T = ids_LTK[:, here_T], recorded_T[here_T]
-                self._checks.check_routes(shard, wanted_T, layers, read_LTK, read_T)
+            parts_P, of_row_T = shard.parts_of(wanted_T)
+            begin, end = end, end + PART_TOKENS * len(parts_P)
+            place_T[here_T] = begin + of_row_T
+            found.append((shard, here_T, wanted_T, parts_P, slice(begin, end)))
+        read_LTK = np.empty((len(layers), end, self.info.topk), id_dtype(self.info.num_experts))
+        read_T = np.empty(end, np.uint8)
+        read_LTK[:, :PART_TOKENS], read_T[:PART_TOKENS] = 0, 0
+        for shard, _, _, parts_P, at in found:
+            shard.read_parts(parts_P, layers, read_LTK[:, at], read_T[at])
+        # no place lies outside; with mode="raise" numpy would copy `into_LTK` there and back
+        ids_LTK = read_LTK.take(place_T, 1, into_LTK, mode="clip")
+        recorded_T = read_T.astype(bool).take(place_T)
+        if self._checks is not None:
+            for shard, here_T, wanted_T, _, _ in found:
+                ids, recorded = ids_LTK.take(here_T, 1), recorded_T[here_T]
+                self._checks.check_routes(shard, wanted_T, layers, ids, recorded)
         return ids_LTK, recorded_T
 
     def shards_of(self, rows: np.ndarray) -> list[int]:
@@ -310,8 +315,8 @@ class RolloutStore:
         Args:
             rows: int64 of any shape; -1 (padding) is in no shard.
         """
-        numbers = np.searchsorted(self.index.first_row, rows[rows >= 0], side="right") - 1
-        return np.unique(numbers).tolist()
+        numbers = self.index.first_row.searchsorted(rows[rows >= 0], side="right") - 1
+        return np.flatnonzero(np.bincount(numbers)).tolist()
 
     def rollouts_of(self, rows: np.ndarray) -> list[int]:
         """The rollouts, ascending, that these row ids belong to.

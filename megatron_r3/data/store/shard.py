@@ -7,13 +7,12 @@ One process reads the headers of a store's shards and sends what it found to the
 (`index.py`). The others open a shard only when they read rows of it, and then compare the identity
 of its header with the one they were sent.
 
-Shape suffixes (docs/glossary.md): C, K, L, M, N, T, V.
+Shape suffixes (docs/glossary.md): C, K, L, M, N, P, T, V.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +28,21 @@ from megatron_r3.data.store.header import (
     PAIRS,
     PART_TOKENS,
     PER_TOKEN,
+    ROUTE_SUMS,
     TOKEN_SUMS,
     Header,
     read_header,
 )
 from megatron_r3.data.store.part_sums import (
+    RECORDED,
     PartSums,
     kept_sums,
     locate,
     part_sums,
     read_tensor,
+    runs,
     starts_of,
+    whole_sums,
 )
 from megatron_r3.data.store.schema import StoreError, StoreInfo
 from megatron_r3.data.values import wrong_count, wrong_name, wrong_reward
@@ -294,7 +297,7 @@ class Shard:
             found[name] = self._read_slice(name, *start_M[rollout : rollout + 2].tolist())
             num_tokens = int(self.tensors["num_tokens"][rollout])
             sums.append(part_sums(found[name][None], num_tokens)[0])
-        self.sums.compare(TOKEN_SUMS, [*range(len(PER_TOKEN))], rollout, 0, np.stack(sums))
+        self.sums.compare(TOKEN_SUMS, range(len(PER_TOKEN)), self._parts(rollout), np.stack(sums))
         return found
 
     def kept(self, rollout: int) -> KeptSets | None:
@@ -304,7 +307,7 @@ class Shard:
         sizes_N = self._read_slice("kept_sizes", *self.token_start_M[rollout:][:2].tolist())
         ids_V = self._read_slice("kept_ids", *self.kept_start_M[rollout:][:2].tolist())
         kept = KeptSets(sizes_N, ids_V)
-        self.sums.compare(KEPT_SUMS, [0, 1], rollout, 0, kept_sums(kept))
+        self.sums.compare(KEPT_SUMS, [0, 1], self._parts(rollout), kept_sums(kept))
         if not len(ids_V) and sizes_N.any():
             raise StoreError(
                 f"{self.path}: rollout {rollout}: its kept_sizes are not all 0, but it has no "
@@ -312,65 +315,68 @@ class Shard:
             )
         return kept if len(ids_V) else None
 
-    def read_rows(
-        self,
-        rows_T: np.ndarray,
-        layers: Sequence[int],
-        into_LTK: np.ndarray | None = None,
-        place_T: np.ndarray | None = None,
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """The routes `[len(layers), T, K]` of some rows, and which of them the engine returned.
+    def parts_of(self, rows_T: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The parts that have some rows, int64 `[P]`, and the place of each row in these parts.
 
-        Each run of rows is read with the parts that the run begins and ends in. Example: of the
-        rows 4 5 6 9 10 the runs are 4 5 6 and 9 10. If rollout 1 has the rows 4 5 and rollout 2 the
-        rows 6 7 8, then the rows 7 and 8 are read too, since they are in one part with row 6, whose
-        sum is compared. A run is read straight into the result, if its rows lie side by side there
-        and no other row is read with it.
+        Each part has 64 places. Example: the rows 70 3 130 70 of the first rollout are in the parts
+        0 1 2, and have the places 70 3 130 70; without row 3, the parts are 1 2, and the places
+        6 66 6.
 
         Args:
-            rows_T: ascending, without repeats.
-            layers: indices into `info.moe_layers`.
-            into_LTK: where the routes are written; None for a new array.
-            place_T: ascending, where in `into_LTK` each row is written.
+            rows_T: rows of this shard, int64, in any order.
 
         Returns:
-            `into_LTK` or the new array, and bool `[T]` in the order of `rows_T`.
+            the parts, ascending, and the places, int64 `[T]`.
         """
-        file, sums, topk = self.file, self.sums, self.info.topk
+        rollout_T = self.row_start_M.searchsorted(rows_T, side="right") - 1
+        row_T = rows_T - self.row_start_M[rollout_T]
+        nth_T = row_T // PART_TOKENS  # which part of its rollout
+        part_T = self.sums.part_start_M[rollout_T] + nth_T
+        parts_P = np.flatnonzero(np.bincount(part_T))
+        return parts_P, row_T + (parts_P.searchsorted(part_T) - nth_T) * PART_TOKENS
+
+    def read_parts(
+        self,
+        parts_P: np.ndarray,
+        layers: Sequence[int],
+        ids_LTK: np.ndarray,
+        recorded_T: np.ndarray,
+    ) -> None:
+        """Read the routes of some parts, and compare them with their sums.
+
+        Args:
+            parts_P: the parts, as `parts_of` returns them.
+            layers: indices into `info.moe_layers`.
+            ids_LTK: gets the routes `[len(layers), 64 P, K]`; a place without a row gets zeros.
+            recorded_T: gets the same rows of `recorded`, uint8 `[64 P]`.
+        """
+        file, sums, starts = self.file, self.sums, self.row_start_M
         routes, recorded = (self.header.entries[name].begin for name in ("routes", "recorded"))
-        if into_LTK is None:
-            into_LTK = np.empty((len(layers), len(rows_T), topk), self.dtype)
-        place_T = np.arange(len(rows_T)) if place_T is None else place_T
-        recorded_T = np.empty(len(rows_T), np.uint8)
-        # Example: the rows 0 1 2 3 with padding after 1 have the places 0 1 3 4. If a run also ends
-        # at padding, both runs here are read straight into the result. But where rows of two
-        # rollouts alternate, as in a batch that is not packed, each row would be a run. There runs
-        # end only at gaps between rows, and a run is copied to its places after it was read.
-        cuts_T = np.diff(rows_T) != 1
-        both_T = cuts_T | (np.diff(place_T) != 1)
-        if np.count_nonzero(both_T) <= len(rows_T) // PART_TOKENS:
-            cuts_T = both_T
-        ends = [*(np.flatnonzero(cuts_T) + 1).tolist(), len(rows_T)] if len(rows_T) else []
-        for start, end in pairwise([0, *ends]):
-            first, last = int(rows_T[start]), int(rows_T[end - 1]) + 1
-            begin, stop = sums.widened(first, last)
-            places: Any = place_T[start:end]
-            side_by_side = places[-1] - places[0] == end - 1 - start
-            if side_by_side:
-                places = slice(places[0], places[0] + end - start)
-            in_place = side_by_side and (begin, stop) == (first, last)
-            shape = (len(layers), stop - begin, topk)
-            run = into_LTK[:, places] if in_place else np.empty(shape, self.dtype)
-            for index, layer in enumerate(layers):
-                row = layer * self.num_rows + begin
-                file.read(run[index], routes + row * topk * self.dtype.itemsize)
-            bits = file.read(np.empty(stop - begin, np.uint8), recorded + begin)
-            self.bytes_read += run.nbytes
-            sums.compare_rows(layers, begin, run, bits)
-            recorded_T[start:end] = bits[first - begin : last - begin]
-            if not in_place:
-                into_LTK[:, places] = run[:, first - begin : last - begin]
-        return into_LTK, recorded_T.astype(bool)
+        row_bytes = self.info.topk * self.dtype.itemsize
+        layer_bytes = self.num_rows * row_bytes
+        rollout_P = sums.part_start_M.searchsorted(parts_P, side="right") - 1
+        begin_P = starts[rollout_P] + (parts_P - sums.part_start_M[rollout_P]) * PART_TOKENS
+        # each run has parts of one rollout, which follow each other in the file
+        for start, end in runs(parts_P + rollout_P):
+            begin, stop = int(begin_P[start]), int(starts[rollout_P[start] + 1])
+            first, last = start * PART_TOKENS, end * PART_TOKENS
+            until = min(last, first + stop - begin)
+            ids_LTK[:, until:last], recorded_T[until:last] = 0, 0
+            for ids_TK, layer in zip(ids_LTK[:, first:until], layers, strict=True):
+                file.read(ids_TK, routes + layer * layer_bytes + begin * row_bytes)
+            file.read(recorded_T[first:until], recorded + begin)
+            self.bytes_read += len(layers) * (until - first) * row_bytes
+        sums.compare(TOKEN_SUMS, [RECORDED], parts_P, whole_sums(recorded_T[None], len(parts_P)))
+        if len(layers):
+            sums.compare(ROUTE_SUMS, layers, parts_P, whole_sums(ids_LTK, len(parts_P)))
+
+    def read_rollout(self, rollout: int) -> np.ndarray:
+        """All routes of a rollout, `[L, N - 1, K]`; no row is looked up with `parts_of`."""
+        layers, parts_P = range(len(self.info.moe_layers)), self._parts(rollout)
+        recorded_T = np.empty(PART_TOKENS * len(parts_P), np.uint8)
+        ids_LTK = np.empty((len(layers), len(recorded_T), self.info.topk), self.dtype)
+        self.read_parts(parts_P, layers, ids_LTK, recorded_T)
+        return np.ascontiguousarray(ids_LTK[:, : self.tensors["num_tokens"][rollout] - 1])
 
     def read_layers(self, layers: range) -> np.ndarray:
         """All routes of some layers, `[L, T, K]`; the caller compares them with their sums."""
@@ -379,6 +385,9 @@ class Shard:
         self.file.read(ids_LTK, begin)
         self.bytes_read += ids_LTK.nbytes
         return ids_LTK
+
+    def _parts(self, rollout: int) -> np.ndarray:
+        return np.arange(*self.sums.part_start_M[rollout : rollout + 2])
 
     def _read_slice(self, name: str, begin: int, end: int) -> np.ndarray:
         entry = self.header.entries[name]

@@ -58,6 +58,8 @@ def test_any_rows_are_read_as_they_were_written(long_store, layers):
         rows = np.arange(first, last + 1)
         if rng.random() < 0.5:
             rows = rows[rng.random(len(rows)) < 0.8]
+        if rng.random() < 0.5:
+            rows = rng.choice(rows, len(rows))  # in any order, with repeats
         ids_LTK, recorded_T = store.routes(rows, layers)
         assert np.array_equal(ids_LTK, whole[layers][:, rows])
         assert recorded_T.all()
