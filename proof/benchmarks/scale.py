@@ -157,14 +157,16 @@ def reading(folder: Path) -> Iterator[Row]:
             store.fields(rollout)
             store.routes(*_slice(store, rollout, 2))
 
+    def nothing(*_: Any) -> list[int]:  # a mock would keep all arrays that it is called with
+        return [0]
+
     store.trained_on(None)
     seconds: dict[str, list[float]] = {"nothing": [], "sums": [], "sums and values": []}
     for _ in range(9):  # in turn, so that a slow moment of the machine meets all three
         with (
-            # functions, since a mock would keep all arrays that it is called with
-            mock.patch.object(PartSums, "compare", lambda *_: None),
-            mock.patch.object(store_shard, "part_sums", lambda *_: [0]),
-            mock.patch.object(store_shard, "whole_sums", lambda *_: [0]),
+            mock.patch.object(PartSums, "compare", nothing),
+            mock.patch.object(store_shard, "part_sums", nothing),
+            mock.patch.object(store_shard, "whole_sums", nothing),
         ):
             seconds["nothing"].append(_cpu(read)[0])
         seconds["sums"].append(_cpu(read)[0])
