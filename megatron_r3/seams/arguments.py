@@ -12,6 +12,9 @@ from megatron_r3.train.option_table import (
     refuse_without_rollouts,
 )
 
+# fields of MLATransformerConfig and their defaults
+LATENT_YARN = {"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}
+
 
 def add_args(parser: Any) -> Any:
     """Add the options of a training on rollouts to Megatron's parser; returns the parser."""
@@ -30,7 +33,9 @@ def check_args(args: Any) -> None:
 
     Args:
         args: Megatron's validated arguments. Without any option of megatron-r3 nothing is checked.
+            With MLA the arguments in LATENT_YARN are added.
     """
+    _give_yarn_to_latent_attention(args)
     given = (getattr(args, option.name) for option in OPTIONS if not option.field)
     if not args.moe_router_replay and all(one is None for one in given):
         return
@@ -60,3 +65,15 @@ def check_args(args: Any) -> None:
                 open_store(options)
     except ValueError as error:
         refuse(str(error))
+
+
+def _give_yarn_to_latent_attention(args: Any) -> None:
+    """Have MLA take `--yarn-beta-fast` and so on, which Megatron gives to other attention only.
+
+    Each field of an MLATransformerConfig is the argument with the field's name, and Megatron has no
+    option for the arguments beta_fast and so on.
+    """
+    if getattr(args, "multi_latent_attention", False):
+        for name, default in LATENT_YARN.items():
+            given = getattr(args, f"yarn_{name}", None)
+            setattr(args, name, default if given is None else given)

@@ -24,7 +24,7 @@ from megatron_r3.weights.known import BALANCING, changes_nothing
 CHANGE_THE_MODEL = frozenset(
     # fields of configs
     """
-    attention_output_gate beta_fast beta_slow dsa_indexer_head_dim dsa_indexer_k_norm_epsilon
+    attention_output_gate dsa_indexer_head_dim dsa_indexer_k_norm_epsilon
     dsa_indexer_k_norm_fp32 dsa_indexer_n_heads dsa_indexer_rope_interleaved
     dsa_indexer_rotate_activation dsa_indexer_scoring_relu dsa_indexer_skip_topk_offset
     dsa_indexer_topk dsa_indexer_topk_freq enable_mhc_connections experimental_attention_variant
@@ -39,7 +39,7 @@ CHANGE_THE_MODEL = frozenset(
     moe_shared_expert_glu_interleave_size moe_token_drop_policy moe_token_dropping mrope_section
     mtp_hybrid_override_pattern mtp_num_layers mtp_use_repeated_layer mup_attn_scale_power
     mup_base_head_dim mup_base_hidden_size mup_embedding_mult mup_output_mult mup_width_mult
-    no_rope_freq original_max_position_embeddings per_block_parameters qk_l2_norm rotary_interleaved
+    no_rope_freq per_block_parameters qk_l2_norm rotary_interleaved
     softmax_scale use_mup
     """
     # arguments of the builder and of GPTModel: `ModelSettings` has them under other names

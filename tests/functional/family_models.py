@@ -58,6 +58,7 @@ _DEEPSEEK = {
 }
 _YARN = {"rope_theta": 10000, "rope_type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1}
 _YARN |= {"original_max_position_embeddings": 4096, "mscale": 0.7, "mscale_all_dim": 1.0}
+_KIMI_YARN = {**_YARN, "factor": 32, "beta_fast": 1.0, "original_max_position_embeddings": 256}
 _GLM = {**_SIGMOID, "head_dim": 12, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
 
 # of each model: the type, and the fields of its config beside _SIZES
@@ -88,6 +89,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3 without q_lora": (  # Moonlight
         "deepseek_v3",
         {**_DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1},
+    ),
+    "kimi_k2": (
+        "deepseek_v3",
+        {**_DEEPSEEK, "n_group": 1, "topk_group": 1, "rope_parameters": _KIMI_YARN},
     ),
     "glm4_moe_lite": (
         "glm4_moe_lite",
@@ -149,11 +154,18 @@ def make(name: str, folder: Path, models: Mapping[str, Any] = MODELS) -> None:
         for key, tensor in model.state_dict().items():  # buffers too: the correction bias is one
             tensor.copy_(torch.randn_like(tensor) * 0.2 + ("norm" in key))
     model.save_pretrained(folder)
+    if name == "kimi_k2":  # DeepSeek-V3 by another name, which transformers has no class for
+        described = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**described, "model_type": name}))
 
 
 def load(folder: Path) -> Any:
     """The transformers model of a directory."""
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    config = transformers.PretrainedConfig.get_config_dict(folder)[0]
+    model_type = config.pop("model_type").replace("kimi_k2", "deepseek_v3")
+    config = transformers.AutoConfig.for_model(model_type, **config)
+    auto = transformers.AutoModelForCausalLM
+    return auto.from_pretrained(folder, config=config, dtype=torch.float32).eval()
 
 
 def compute(model: Any) -> Computed:

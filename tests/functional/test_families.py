@@ -191,12 +191,26 @@ def changed_copy(folder: Path, to: Path, **fields: Any) -> Path:
     return to
 
 
+OTHER_YARN = {"factor": 4, "beta_fast": 32, "beta_slow": 0.1, "mscale": 1.0, "mscale_all_dim": 0.5}
+OTHER_YARN |= {"original_max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize("name", OTHER_YARN)
+def test_each_number_of_yarn_shows(directory: Any, name: str, tmp_path: Path) -> None:
+    """The control of Kimi-K2: Megatron would not compute the same if it ignored the number."""
+    folder = directory("kimi_k2")
+    other = changed_copy(folder, tmp_path / "other", **{name: OTHER_YARN[name]})
+    change = compute(load(other)).logits - compute(load(folder)).logits
+    assert change.abs().max() > OTHER
+
+
 # beside the numbers: fields that no shape of a tensor shows, and a value of another model
 OTHERS: dict[str, list[tuple[str, Any]]] = {
     "qwen3_moe": [("norm_topk_prob", False), ("norm_topk_prob", None), ("mlp_only_layers", [0])],
     "qwen2_moe": [("norm_topk_prob", True), ("qkv_bias", False), ("mlp_only_layers", [2])],
     "mixtral": [("num_local_experts", 4)],
     "deepseek_v3": [("topk_group", 4), ("n_shared_experts", 1), ("q_lora_rank", None)],
+    "kimi_k2": [("beta_fast", None), ("beta_fast", 32), ("rope_interleave", False)],
     "glm4_moe": [("use_qk_norm", False), ("partial_rotary_factor", 1.0), ("head_dim", 8)],
     "gpt_oss": [("sliding_window", 5), ("layer_types", ["full_attention"] * 3), ("factor", 4.0)],
 }

@@ -8,12 +8,14 @@ from typing import Any
 
 from megatron_r3.data.engines.shape import ModelShape
 from megatron_r3.replay.layers import moe_layer_indices
+from megatron_r3.seams.arguments import LATENT_YARN
 from megatron_r3.weights.families.field_rows import (
     Fields,
     Needed,
     Row,
     cannot,
     fixed,
+    number,
     shown,
 )
 from megatron_r3.weights.family import ModelSettings
@@ -152,59 +154,27 @@ GROUPS = Row(
 
 # -- RoPE of latent attention
 
-# Megatron's defaults for the YaRN of MLA (MLATransformerConfig); no argument changes them
-_YARN = {"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}
-_YARN_ATTRIBUTES = {
-    "factor": "rotary_scaling_factor",
-    "mscale": "mscale",
-    "mscale_all_dim": "mscale_all_dim",
-}
 _SCALES = "mscale and mscale_all_dim other than 0, or mscale 1 with mscale_all_dim 0"
 
 
-def _latent_rope(theirs: Fields, done: Fields) -> list[Any]:
-    """Either `["default"]`, or `["yarn", factor, mscale, mscale_all_dim]`."""
-    if theirs["rope_type"] == "default":
-        return ["default"]
-    if theirs["rope_type"] != "yarn":
+def _latent_rope(theirs: Fields, done: Fields) -> str:
+    if (kind := theirs["rope_type"]) not in ("default", "yarn"):
         raise cannot(theirs, "rope_type", "default and yarn")
-    for name, value in {**_YARN, "attention_factor": None, "truncate": True}.items():
-        if theirs.get(name, value) != value:
-            raise cannot(theirs, name, f"only {value}")
-    for name in _YARN_ATTRIBUTES:
-        if not isinstance(theirs.get(name), (int, float)):
-            raise ValueError(f"{name} of rope_parameters is missing")
-    if not _same_scale(theirs["mscale"], theirs["mscale_all_dim"]):
+    if kind == "yarn" and not _same_scale(theirs.get("mscale"), theirs.get("mscale_all_dim")):
         raise cannot(theirs, "mscale", _SCALES)
-    return ["yarn", *(theirs[name] for name in _YARN_ATTRIBUTES)]
-
-
-def _latent_rope_arguments(value: list[Any], fields: Fields) -> list[str]:
-    kind, *numbers = value
-    found = ["--rope-type", "rope" if kind == "default" else kind]
-    for attribute, number in zip(_YARN_ATTRIBUTES.values(), numbers, strict=False):
-        found += [f"--{attribute.replace('_', '-')}", str(number)]
-    return found
-
-
-def _latent_rope_written(config: Any, settings: ModelSettings, made: Fields) -> Fields:
-    if config.rope_type != "yarn":
-        return {"rope_type": "default"}
-    numbers = {name: getattr(config, ours) for name, ours in _YARN_ATTRIBUTES.items()}
-    return {**_YARN, "rope_type": "yarn", **numbers}
+    return kind
 
 
 def _scaled_the_same(config: Any) -> Needed:
     if not config.multi_latent_attention:
         return []
     if config.rope_type == "yarn":
-        needed = [(getattr(config, n) == value, f"{n}={value}") for n, value in _YARN.items()]
-        return [*needed, (_same_scale(config.mscale, config.mscale_all_dim), _SCALES)]
+        return [(_same_scale(config.mscale, config.mscale_all_dim), _SCALES)]
     # Megatron scales the softmax by mscale_all_dim even without YaRN.
     return [(not config.mscale_all_dim, "no mscale_all_dim without YaRN")]
 
 
-def _same_scale(mscale: float, mscale_all_dim: float) -> bool:
+def _same_scale(mscale: Any, mscale_all_dim: Any) -> bool:
     """Whether transformers and Megatron scale YaRN's cosines the same.
 
     Both libraries divide the scale for `mscale` by the scale for `mscale_all_dim`. But if one of
@@ -213,13 +183,47 @@ def _same_scale(mscale: float, mscale_all_dim: float) -> bool:
     return bool(mscale and mscale_all_dim) or (mscale == 1 and not mscale_all_dim)
 
 
-LATENT_ROPE = Row(
-    "rope_type",
-    _latent_rope,
-    _latent_rope_written,
-    _latent_rope_arguments,
-    attributes=("rope_type", *_YARN_ATTRIBUTES.values()),
-    needs=_scaled_the_same,
+def _of_yarn(name: str, option: str, attribute: str = "") -> Row:
+    """The row of a number of YaRN; without YaRN the row reads and writes nothing.
+
+    Args:
+        option: Megatron's argument, as `flag` of `number`.
+        attribute: as in `number`.
+    """
+    usual = LATENT_YARN.get(name)
+    # transformers' original_max_position_embeddings is by default max_position_embeddings
+    row = number(name, option, attribute, usual if name.startswith("beta") else None)
+
+    def read(theirs: Fields, done: Fields) -> Any:
+        return row.read(theirs, done) if done["rope_type"] == "yarn" else None
+
+    def write(config: Any, settings: ModelSettings, made: Fields) -> Fields:
+        return row.write(config, settings, made) if config.rope_type == "yarn" else {}
+
+    def arguments(value: Any, fields: Fields) -> list[str]:
+        # without the usual values, because releases before 0.19 have no --yarn-beta-fast
+        return [] if value in (None, usual) else row.arguments(value, fields)
+
+    return replace(row, read=read, write=write, arguments=arguments)
+
+
+LATENT_ROPE = (
+    Row(
+        "rope_type",
+        _latent_rope,
+        lambda config, settings, made: {
+            "rope_type": "yarn" if config.rope_type == "yarn" else "default"
+        },
+        lambda kind, fields: ["--rope-type", "rope" if kind == "default" else kind],
+        attributes=("rope_type",),
+        needs=_scaled_the_same,
+    ),
+    _of_yarn("factor", "rotary-scaling-factor"),
+    _of_yarn("mscale", "mscale"),
+    _of_yarn("mscale_all_dim", "mscale-all-dim"),
+    *(_of_yarn(name, f"yarn-{name.replace('_', '-')}", name) for name in LATENT_YARN),
+    fixed("attention_factor", None),
+    fixed("truncate", None, True),
 )
 
 # -- gpt-oss: the size of the attention window, which layers have a window, and the activation

@@ -117,7 +117,7 @@ LATENT: tuple[Row, ...] = (
     number("qk_nope_head_dim", "qk-head-dim"),
     number("qk_rope_head_dim", "qk-pos-emb-head-dim"),
     number("v_head_dim", "v-head-dim"),
-    LATENT_ROPE,
+    *LATENT_ROPE,
     fixed("rope_interleave", True),
     # these two follow from qk_nope_head_dim and qk_rope_head_dim
     ignored("head_dim"),
@@ -268,6 +268,7 @@ FAMILIES = (
         sparse=MIXTRAL,
     ),
     DEEPSEEK_V3,
+    replace(DEEPSEEK_V3, model_type="kimi_k2", by_name=True),
     # GLM-4.7-Flash: DeepSeek-V3 with fields of its own for the dense layers
     replace(
         DEEPSEEK_V3,

@@ -125,3 +125,12 @@ def test_nothing_is_looked_at_where_nothing_is_asked() -> None:
     check_args(SimpleNamespace(moe_router_replay=False, **vars(parsed())))
     with pytest.raises(AttributeError):  # the control: it goes on to read Megatron's arguments
         check_args(SimpleNamespace(moe_router_replay=False, **vars(parsed("--rollouts", "a"))))
+
+
+def test_latent_attention_gets_the_numbers_of_yarn() -> None:
+    given = {"moe_router_replay": False, **vars(parsed()), "yarn_beta_fast": 1.0}
+    for latent in (True, False):
+        args = SimpleNamespace(**given, multi_latent_attention=latent, yarn_beta_slow=None)
+        check_args(args)
+        assert getattr(args, "beta_fast", None) == (1.0 if latent else None)
+        assert getattr(args, "beta_slow", None) == (1 if latent else None)
