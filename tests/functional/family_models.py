@@ -59,6 +59,7 @@ _DEEPSEEK = {
 _YARN = {"rope_theta": 10000, "rope_type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1}
 _YARN |= {"original_max_position_embeddings": 4096, "mscale": 0.7, "mscale_all_dim": 1.0}
 _KIMI_YARN = {**_YARN, "factor": 32, "beta_fast": 1.0, "original_max_position_embeddings": 256}
+_DEEPSEEK_V2 = {**_DEEPSEEK, "n_group": 1, "topk_group": 1, "rope_parameters": _YARN}
 _GLM = {**_SIGMOID, "head_dim": 12, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
 
 # of each model: the type, and the fields of its config beside _SIZES
@@ -94,6 +95,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v3",
         {**_DEEPSEEK, "n_group": 1, "topk_group": 1, "rope_parameters": _KIMI_YARN},
     ),
+    "deepseek_v2": ("deepseek_v2", _DEEPSEEK_V2),
+    "deepseek_v2 without q_lora": ("deepseek_v2", {**_DEEPSEEK_V2, "q_lora_rank": None}),
     "glm4_moe_lite": (
         "glm4_moe_lite",
         {

@@ -21,10 +21,13 @@ from megatron_r3.weights.families import FAMILIES
 from proof.fidelity.rig.rank_process import RankError
 from proof.fidelity.rig.worker import TreeWorker
 
-NO_Q_LORA = "deepseek_v3 without q_lora"
-WHOLE = [name for name in MODELS if name != NO_Q_LORA]
+NO_Q_LORA = ("deepseek_v2 without q_lora", "deepseek_v3 without q_lora")
+WHOLE = [name for name in MODELS if name not in NO_Q_LORA]
 # what transformers neither reads nor writes, and vLLM cannot load or compute the family without
-ENGINES_READ = {"deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}}
+ENGINES_READ = {
+    "deepseek_v2": {"scoring_func": "softmax", "n_group": 1, "topk_group": 1},
+    "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+}
 TOLERANCE, OTHER = 1e-4, 1e-2  # of the same model; of another one
 
 
@@ -120,11 +123,12 @@ def test_two_ranks(
     comes_back(folder, out)
 
 
+@pytest.mark.parametrize("name", NO_Q_LORA)
 def test_latent_attention_without_q_lora(
-    patched: TreeWorker, directory: Any, tmp_path: Path
+    patched: TreeWorker, directory: Any, name: str, tmp_path: Path
 ) -> None:
     """Before 0.19 it is as in transformers; from 0.19 on Megatron has no model like that."""
-    folder, out = directory(NO_Q_LORA), tmp_path / "out"
+    folder, out = directory(name), tmp_path / "out"
     newer = patched.tree / "megatron/core/transformer/mla_qk_norm_config.py"
     if newer.exists():
         with pytest.raises(RankError, match="q_lora_rank is None"):
@@ -210,6 +214,7 @@ OTHERS: dict[str, list[tuple[str, Any]]] = {
     "qwen2_moe": [("norm_topk_prob", True), ("qkv_bias", False), ("mlp_only_layers", [2])],
     "mixtral": [("num_local_experts", 4)],
     "deepseek_v3": [("topk_group", 4), ("n_shared_experts", 1), ("q_lora_rank", None)],
+    "deepseek_v2": [("n_group", 4), ("norm_topk_prob", True), ("topk_method", "noaux_tc")],
     "kimi_k2": [("beta_fast", None), ("beta_fast", 32), ("rope_interleave", False)],
     "glm4_moe": [("use_qk_norm", False), ("partial_rotary_factor", 1.0), ("head_dim", 8)],
     "gpt_oss": [("sliding_window", 5), ("layer_types", ["full_attention"] * 3), ("factor", 4.0)],

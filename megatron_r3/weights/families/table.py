@@ -146,6 +146,7 @@ GROUPED_FLAGS = f"{PLAIN_FLAGS} --group-query-attention "
 SIGMOID_FLAGS = """
 --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-dtype fp32
 --moe-router-bias-update-rate 0 """
+LATENT_CONFIG = {"multi_latent_attention": True, "qk_layernorm": True}
 SIGMOID_CONFIG = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 
 # -- tensors
@@ -184,11 +185,13 @@ mlp.router.weight                           mlp.gate.weight                     
 mlp.experts.experts.linear_fc1.weight       mlp.experts.*.{gate,up}_proj.weight   halves
 mlp.experts.experts.linear_fc2.weight       mlp.experts.*.down_proj.weight        same
 """)
-# The router's bias is added to the scores that choose the experts, not to their weights.
-BIASED = ROUTED + table("""
-mlp.router.expert_bias                mlp.gate.e_score_correction_bias            same
+SHARED = ROUTED + table("""
 mlp.shared_experts.linear_fc1.weight  mlp.shared_experts.{gate,up}_proj.weight    halves
 mlp.shared_experts.linear_fc2.weight  mlp.shared_experts.down_proj.weight         same
+""")
+# The router's bias is added to the scores that choose the experts, not to their weights.
+BIASED = SHARED + table("""
+mlp.router.expert_bias                mlp.gate.e_score_correction_bias            same
 """)
 GATED_SHARED = ROUTED + table("""
 mlp.shared_experts.linear_fc1.weight  mlp.shared_expert.{gate,up}_proj.weight     halves
@@ -224,7 +227,7 @@ DEEPSEEK_V3 = TableFamily(
     # Megatron's attention asks for --kv-channels; MLA then uses its own sizes
     flags=f"{PLAIN_FLAGS} {SIGMOID_FLAGS} --multi-latent-attention --qk-layernorm"
     " --kv-channels {v_head_dim}",
-    config={**SIGMOID_CONFIG, "multi_latent_attention": True, "qk_layernorm": True},
+    config={**SIGMOID_CONFIG, **LATENT_CONFIG},
     layer=LATENT_ATTENTION,
     dense=DENSE,
     sparse=BIASED,
@@ -269,6 +272,24 @@ FAMILIES = (
     ),
     DEEPSEEK_V3,
     replace(DEEPSEEK_V3, model_type="kimi_k2", by_name=True),
+    # DeepSeek-V2-Lite. DeepSeek-V2 scores a group by its best expert, Megatron by its best two.
+    replace(
+        DEEPSEEK_V3,
+        model_type="deepseek_v2",
+        architecture="DeepseekV2ForCausalLM",
+        rows=(
+            *(*COMMON, *LATENT, *(row for row in SIGMOID if row is not GROUPS)),
+            *(fixed(name, 1, None) for name in ("n_group", "topk_group")),
+            *(fixed(name, False) for name in ("norm_topk_prob", "mlp_bias")),
+            *(fixed("scoring_func", "softmax"), fixed("topk_method", "greedy")),
+        ),
+        flags=DEEPSEEK_V3.flags.replace(
+            SIGMOID_FLAGS, "--moe-router-pre-softmax --moe-router-dtype fp32"
+        ),
+        config={**LATENT_CONFIG, "moe_router_pre_softmax": True},
+        sparse=SHARED,
+        predicts=False,
+    ),
     # GLM-4.7-Flash: DeepSeek-V3 with fields of its own for the dense layers
     replace(
         DEEPSEEK_V3,

@@ -43,6 +43,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 8, "moe_intermediate_size": "missing"},
     "deepseek_v3": {**SIGMOID, **LATENT},
     "kimi_k2": {**SIGMOID, **LATENT},
+    "deepseek_v2": {**SIGMOID, **LATENT},
     "glm4_moe_lite": {**SIGMOID, **LATENT},
     "glm4_moe": SIGMOID,
     "gpt_oss": {
@@ -77,6 +78,7 @@ def arguments(family: str, **fields: Any) -> str:
         ("qwen2_moe", {}, "--add-qkv-bias "),  # transformers' default of qkv_bias
         ("deepseek_v3", {"n_group": 4, "topk_group": 1}, "--moe-router-num-groups 4 "),
         ("deepseek_v3", {"rope_scaling": YARN}, "--rope-type yarn --rotary-scaling-factor 40 "),
+        ("deepseek_v2", {}, "--moe-router-pre-softmax --moe-router-dtype fp32 "),
         ("kimi_k2", {"rope_scaling": {**YARN, "beta_fast": 1.0}}, "--yarn-beta-fast 1 "),
         ("glm4_moe", {}, "--rotary-percent 0.5 "),  # transformers' default
         ("glm4_moe", {"partial_rotary_factor": 0.25}, "--rotary-percent 0.25 "),
@@ -171,6 +173,8 @@ def test_a_field_that_megatron_cannot_do(family: str, fields: dict[str, Any], wo
             {"rope_scaling": {**YARN, "mscale": 0.7, "mscale_all_dim": 0}},
             "mscale is",
         ),
+        ("deepseek_v2", {"topk_method": "group_limited_greedy"}, "topk_method is 'group_lim"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob is True"),
         ("glm4_moe", {"n_shared_experts": 0}, "n_shared_experts must be"),
         ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha is 1.0"),
         ("gpt_oss", {"layer_types": ["full_attention"]}, "layer_types is"),
@@ -187,7 +191,7 @@ def test_a_field_of_one_family(family: str, fields: dict[str, Any], words: str) 
 REAL = dict.fromkeys(FAMILIES, "rope_theta rope_scaling torch_dtype quantization_config")
 REAL["deepseek_v3"] += " auto_map ep_size aux_loss_alpha seq_aux moe_layer_freq pretraining_tp"
 REAL["deepseek_v3"] += " scoring_func topk_method num_nextn_predict_layers"
-REAL["kimi_k2"] = REAL["deepseek_v3"]
+REAL["deepseek_v2"] = REAL["kimi_k2"] = REAL["deepseek_v3"]
 REAL["glm4_moe_lite"] += " first_k_dense_replace topk_method num_nextn_predict_layers"
 REAL["gpt_oss"] += " experts_per_token initial_context_length"
 
@@ -220,7 +224,7 @@ def test_a_family_that_is_refused_by_its_name() -> None:
         ValueError, match="x: model_type is 'olmoe': the model normalizes the queries"
     ):
         family_named("olmoe", "x")
-    with pytest.raises(ValueError, match="moves only models of these types: deepseek_v3"):
+    with pytest.raises(ValueError, match="moves only models of these types: deepseek_v2"):
         family_named(["mixtral"], "x")
 
 
