@@ -28,10 +28,7 @@ RIG = {
 # what a library decides and the plain model must then have too
 DECIDES: dict[str, dict[str, Any]] = {
     "mbridge": {},
-    "megatron-bridge": {
-        "moe_router_load_balancing_type": "aux_loss",
-        "moe_aux_loss_coeff": 1e-3,
-    },
+    "megatron-bridge": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1e-3},
 }
 
 

@@ -85,11 +85,7 @@ class Framework(Client):
 
     def after_model(self) -> None:
         assert type(self.chunk.decoder) is TransformerBlock
-        sizes = {
-            "pipeline_model_parallel_size": 1,
-            "tensor_model_parallel_size": 1,
-            **self.sizes,
-        }
+        sizes = {"pipeline_model_parallel_size": 1, "tensor_model_parallel_size": 1, **self.sizes}
         trainer = object.__new__(MegatronGRPOTrainer)
         trainer.args = SimpleNamespace(
             **sizes,

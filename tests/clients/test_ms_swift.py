@@ -10,14 +10,7 @@ from typing import Any
 import pytest
 import torch
 from framework_cases import CASES, LAYOUTS, Data
-from router_replay_client import (
-    Passes,
-    by_itself,
-    check,
-    check_off,
-    framework,
-    step_dropped_in,
-)
+from router_replay_client import Passes, by_itself, check, check_off, framework, step_dropped_in
 
 from proof.fidelity.rig.worker import TreeWorker
 

@@ -72,12 +72,7 @@ def test_a_second_engine_in_the_process_takes_nothing_away(
     verl: TreeWorker, verl_alone: TreeWorker
 ) -> None:
     (ours,), (theirs,) = (worker.run(second_engine, 1) for worker in (verl, verl_alone))
-    assert ours == {
-        "first": (16, 0),
-        "first, live": True,
-        "second": (16, 0),
-        "second, live": True,
-    }
+    assert ours == {"first": (16, 0), "first, live": True, "second": (16, 0), "second, live": True}
     assert theirs["first"] == (16, 16)  # the control: verl's own forgets the first engine
 
 

@@ -30,10 +30,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "EP2": (2, {"expert_model_parallel_size": 2}),
     "TP2 SP EP2": (2, {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}),
     "PP2": (2, {"pipeline_model_parallel_size": 2}),
-    "PP2 VPP2": (
-        2,
-        {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
-    ),
+    "PP2 VPP2": (2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
     "CP2": (2, {"context_parallel_size": 2}),
     "CP2 EP2": (2, {"context_parallel_size": 2, "expert_model_parallel_size": 2}),
 }

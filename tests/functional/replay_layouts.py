@@ -33,10 +33,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "EP2": (2, {"expert_model_parallel_size": 2}),
     "TP2 SP": (2, {"tensor_model_parallel_size": 2}),
     "PP2": (2, {"pipeline_model_parallel_size": 2}),
-    "PP2 VPP2": (
-        2,
-        {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
-    ),
+    "PP2 VPP2": (2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
 }
 
 

@@ -71,9 +71,7 @@ class Served:
 
 # the first word of a name is the model type
 SERVED = {
-    "qwen3_moe": Served(
-        {**_QWEN, "head_dim": 32, "norm_topk_prob": True, "mlp_only_layers": [1]},
-    ),
+    "qwen3_moe": Served({**_QWEN, "head_dim": 32, "norm_topk_prob": True, "mlp_only_layers": [1]}),
     "qwen2_moe": Served({**_QWEN, "shared_expert_intermediate_size": 128}),
     "mixtral": Served({"intermediate_size": 64, "num_local_experts": 16, "head_dim": 32}),
     "deepseek_v3": Served(_DEEPSEEK, PLAIN_OPERATIONS),
@@ -89,10 +87,10 @@ SERVED = {
             "topk_group": 1,
             "use_qk_norm": True,
             "attention_bias": True,
-        },
+        }
     ),
     "gpt_oss": Served(
-        {"intermediate_size": 64, "num_local_experts": 16, "head_dim": 64, "sliding_window": 16},
+        {"intermediate_size": 64, "num_local_experts": 16, "head_dim": 64, "sliding_window": 16}
     ),
 }
 

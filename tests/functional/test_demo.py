@@ -28,11 +28,7 @@ def processes_naming(text: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("module", "number"),
-    [
-        ("demo.run", signal.SIGINT),
-        ("demo.run", signal.SIGTERM),
-        ("demo.online", signal.SIGTERM),
-    ],
+    [("demo.run", signal.SIGINT), ("demo.run", signal.SIGTERM), ("demo.online", signal.SIGTERM)],
 )
 def test_stopping_a_demo(
     patched_tree: Path, tmp_path: Path, module: str, number: signal.Signals

@@ -17,14 +17,7 @@ import torch
 from tiny import BATCH, SEQUENCE, batch, config, model, start
 from training import arguments, train
 
-from megatron_r3 import (
-    ModelRoutes,
-    RouteArrays,
-    begin,
-    end,
-    replaying,
-    router_mismatch,
-)
+from megatron_r3 import ModelRoutes, RouteArrays, begin, end, replaying, router_mismatch
 from megatron_r3.replay.active import active_microbatch
 from megatron_r3.replay.microbatch import MicrobatchRoutes, ReplayError
 from proof.fidelity.rig.rank_process import RankError

@@ -37,10 +37,7 @@ RECOMPUTE = {
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "softmax": {},
-    "before top-k, scaled": {
-        "moe_router_pre_softmax": True,
-        "moe_router_topk_scaling_factor": 2.5,
-    },
+    "before top-k, scaled": {"moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 2.5},
     "sigmoid, bias": {
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,

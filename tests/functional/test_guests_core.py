@@ -184,11 +184,7 @@ def without(patched: TreeWorker) -> Gradients:
     "options",
     [
         {},
-        {
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 2,
-        },
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
         {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
     ],
     ids=["", "full recompute", "moe recompute"],

@@ -27,11 +27,7 @@ TP2 = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
     [([], []), (TP2, [*PP2, *EP2]), ([*PP2, "--num-virtual-stages-per-pipeline-rank", "2"], EP2)],
 )
 def test_import_and_export_are_inverse_in_any_layout(
-    patched: TreeWorker,
-    policy: Policy,
-    tmp_path: Path,
-    layout_in: list[str],
-    layout_out: list[str],
+    patched: TreeWorker, policy: Policy, tmp_path: Path, layout_in: list[str], layout_out: list[str]
 ) -> None:
     into = [*ONE, "--hf-import", str(policy.hf), "--save", str(tmp_path / "checkpoint")]
     into += ["--save-interval", "1", *layout_in]

@@ -92,10 +92,7 @@ def one_hot(ids_TK: torch.Tensor) -> torch.Tensor:
 
 def load_by_policy(rank: int, aux_loss: str, expert_bias: str) -> dict[str, bool]:
     start()
-    options = {
-        "moe_router_replay_aux_loss": aux_loss,
-        "moe_router_replay_expert_bias": expert_bias,
-    }
+    options = {"moe_router_replay_aux_loss": aux_loss, "moe_router_replay_expert_bias": expert_bias}
     router, hidden = router_of(**options)
     ids = drawn_routes()
     live = route(router, hidden, None)

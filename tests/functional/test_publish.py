@@ -26,10 +26,7 @@ from proof.fidelity.rig.worker import TreeWorker
 LAYOUTS = {
     "TP2": (2, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
     "CP2": (2, ["--context-parallel-size", "2"]),
-    "PP2xEP2": (
-        4,
-        ["--pipeline-model-parallel-size", "2", "--expert-model-parallel-size", "2"],
-    ),
+    "PP2xEP2": (4, ["--pipeline-model-parallel-size", "2", "--expert-model-parallel-size", "2"]),
     "PP2xVPP2": (
         2,
         ["--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "1"],

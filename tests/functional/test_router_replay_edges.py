@@ -9,16 +9,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from router_targets import (
-    ASKED,
-    FULL,
-    clear,
-    equal,
-    forward,
-    give,
-    refusal,
-    targets,
-)
+from router_targets import ASKED, FULL, clear, equal, forward, give, refusal, targets
 from tiny import config, loss_and_gradients, model, start
 
 from megatron_r3 import MicrobatchRoutes, local_routers, replaying

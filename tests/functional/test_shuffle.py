@@ -28,10 +28,7 @@ class Case:
     steps: int = 2
 
 
-CASES = {
-    "1": Case(1, ()),
-    "EP2, two mini-steps twice, old policy": Case(2, (*EP2, *OLD), steps=4),
-}
+CASES = {"1": Case(1, ()), "EP2, two mini-steps twice, old policy": Case(2, (*EP2, *OLD), steps=4)}
 
 
 @pytest.fixture(scope="session")

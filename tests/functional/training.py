@@ -202,10 +202,7 @@ def make_policy(worker: TreeWorker, folder: Path, iterations: int = 60) -> None:
 
 
 def changed_store(
-    source: Path,
-    target: Path,
-    change: Callable[[list[np.ndarray]], list[np.ndarray]],
-    **info: Any,
+    source: Path, target: Path, change: Callable[[list[np.ndarray]], list[np.ndarray]], **info: Any
 ) -> Path:
     """A store with the routes `[L, T, K]` of all its rollouts changed, or another stamp."""
     store = RolloutStore([source])

@@ -35,10 +35,7 @@ CORRECTIONS = {
 
 
 def responses(
-    rng: np.random.Generator,
-    lengths: Sequence[int],
-    moved: float = 0.4,
-    off: float = 0.3,
+    rng: np.random.Generator, lengths: Sequence[int], moved: float = 0.4, off: float = 0.3
 ) -> list[Response]:
     """A response of each length.
 

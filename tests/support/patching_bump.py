@@ -1,15 +1,7 @@
 """What the tests of bump share: upstream makes a release, and a bump to it stops or not."""
 
 import pytest
-from patching_upstream import (
-    LINE,
-    OTHER,
-    ROUTER,
-    commit,
-    git,
-    snapshot,
-    write,
-)
+from patching_upstream import LINE, OTHER, ROUTER, commit, git, snapshot, write
 
 from keepers.bump import bump_line
 from megatron_r3.patching.git import PatchingError

@@ -1,17 +1,7 @@
 """What the tests of export share: an upstream whose patches are commits, and what is refused."""
 
 import pytest
-from patching_upstream import (
-    BODY,
-    LINE,
-    OTHER,
-    TAG,
-    commit,
-    git,
-    make_upstream,
-    snapshot,
-    write,
-)
+from patching_upstream import BODY, LINE, OTHER, TAG, commit, git, make_upstream, snapshot, write
 
 from keepers.export import export_series
 from megatron_r3.patching.git import PatchingError

@@ -89,10 +89,7 @@ def part_sums(tensors):
         row, token = row + length - 1, token + length
         kept += int(tensors["num_kept"][rollout])
     return {
-        name: np.array(
-            [[sum_of(one.tobytes()) for one in of_part] for of_part in table],
-            np.uint32,
-        )
+        name: np.array([[sum_of(one.tobytes()) for one in of_part] for of_part in table], np.uint32)
         for name, table in tables.items()
         if table
     }

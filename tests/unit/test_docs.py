@@ -91,10 +91,7 @@ RUN_BY = [
     ),
     (r"megatron-r3 rl (sampler|collector) .*--host\b", f"{JOBS}::test_the_jobs_of_kubernetes"),
     (r"megatron-r3 rl trainer .*--print\b", f"{JOBS}::test_a_shell_runs_the_printed_command"),
-    (
-        r"megatron-r3 rl report\b",
-        "tests/unit/loop/test_report.py::test_runs_stand_side_by_side",
-    ),
+    (r"megatron-r3 rl report\b", "tests/unit/loop/test_report.py::test_runs_stand_side_by_side"),
     (
         r"python -m pytest .*test_families_in_vllm\.py\b",
         "by hand: it takes vLLM on the CPU, and seven minutes",

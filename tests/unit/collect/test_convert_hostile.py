@@ -276,11 +276,7 @@ def test_a_full_disk(store):
     [
         ("\x1b[31m0.30", "tiny", r"--engine-version '\\x1b\[31m0.30': .* without control"),
         ("0" * 201, "tiny", "--engine-version .* at most 200 characters; got 201"),
-        (
-            "0.30.0",
-            "a\nb",
-            r"--model 'a\\nb': a name in a store must be a text without control",
-        ),
+        ("0.30.0", "a\nb", r"--model 'a\\nb': a name in a store must be a text without control"),
     ],
 )
 def test_names_that_a_terminal_would_obey(folder, version, model, message):

@@ -39,7 +39,7 @@ CLASSES = {
         "sglang/sglang/srt",
         {
             "entrypoints/openai/protocol.py": {
-                *("PDRoutingFields", "ChatCompletionRequest", "CompletionRequest"),
+                *("PDRoutingFields", "ChatCompletionRequest", "CompletionRequest")
             },
             "managers/io_struct.py": {"GenerateReqInput"},
             "sampling/sampling_params.py": {"SamplingParams"},

@@ -137,8 +137,7 @@ def test_turns_say_what_was_sampled():
     assert one.spans_U2.dtype == np.int32
     assert one.prompt_length == 5
     two = rollout(
-        response_N=masked(5, 7, 8),
-        logprobs_N=np.array([0, 0, 0, 0, 0, -1, 0, -2, -3], np.float32),
+        response_N=masked(5, 7, 8), logprobs_N=np.array([0, 0, 0, 0, 0, -1, 0, -2, -3], np.float32)
     )
     assert two.wrong_parts() is None
     assert two.spans_U2.tolist() == [[5, 6], [7, 9]]

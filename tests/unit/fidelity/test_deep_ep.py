@@ -17,10 +17,7 @@ from proof.fidelity.rig.forkserver import run_ranks
 RANKS, EXPERTS, HIDDEN = 2, 6, 4
 LOCAL = EXPERTS // RANKS
 # -1 is no expert: of a token, of a whole token; token 0 of rank 0 has both experts on one rank
-IDS = [
-    [[0, 2], [1, 4], [5, -1], [-1, -1], [3, 0]],
-    [[4, 5], [2, 3], [-1, 1]],
-]
+IDS = [[[0, 2], [1, 4], [5, -1], [-1, -1], [3, 0]], [[4, 5], [2, 3], [-1, 1]]]
 
 
 def tokens(rank: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -6,17 +6,7 @@ import subprocess
 import pytest
 from patching_bump import CONFLICT, NEXT, NEXT_TAG, bump, everything, release, skip, stop
 from patching_hostile import hostile
-from patching_upstream import (
-    LINE,
-    OTHER,
-    ROUTER,
-    SCHEDULE,
-    clone,
-    git,
-    refused,
-    snapshot,
-    write,
-)
+from patching_upstream import LINE, OTHER, ROUTER, SCHEDULE, clone, git, refused, snapshot, write
 
 import keepers.bump
 from keepers.bump import bump_line

@@ -67,32 +67,16 @@ def run(
                 "c: train 1 of 2 at b",
             ],
         ),
-        (
-            "a",
-            {},
-            ["a: rl collector CONFIG", "a: rl sampler CONFIG", "a: train 0 of 1 at a"],
-        ),
+        ("a", {}, ["a: rl collector CONFIG", "a: rl sampler CONFIG", "a: train 0 of 1 at a"]),
         (
             "a,b,c",
             {"PARTS": "trainer"},
             ["a: train 0 of 3 at a", "b: train 1 of 3 at a", "c: train 2 of 3 at a"],
         ),
-        (
-            "a",
-            {"PARTS": "sampler collector"},
-            ["a: rl collector CONFIG", "a: rl sampler CONFIG"],
-        ),
+        ("a", {"PARTS": "sampler collector"}, ["a: rl collector CONFIG", "a: rl sampler CONFIG"]),
         ("a", {"PARTS": "sampler"}, ["a: rl sampler CONFIG --host 0.0.0.0"]),
-        (
-            "b",
-            {"PARTS": "collector", "SAMPLER_HOST": "a"},
-            ["b: rl collector CONFIG --host a"],
-        ),
-        (
-            "a,b",
-            {"PARTS": "collector trainer"},
-            ["a: rl collector CONFIG", "b: train 0 of 1 at b"],
-        ),
+        ("b", {"PARTS": "collector", "SAMPLER_HOST": "a"}, ["b: rl collector CONFIG --host a"]),
+        ("a,b", {"PARTS": "collector trainer"}, ["a: rl collector CONFIG", "b: train 0 of 1 at b"]),
     ],
 )
 def test_each_part_is_on_its_nodes(

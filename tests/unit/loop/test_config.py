@@ -66,11 +66,7 @@ def file(tmp_path):
         ('megatron = "megatron"', 'megatron = "~/nowhere"', r"nowhere has no megatron/core"),
         ('checkpoint = "checkpoint"', 'checkpoint = "gone"', "there is no .*gone"),
         ("[prompts]", "[degrade]\nrouter_noise = -1\n[prompts]", "it must be 0 or more"),
-        (
-            "[prompts]",
-            "[extra]\n[prompts]",
-            r"\[extra\]: no such table; there are run",
-        ),
+        ("[prompts]", "[extra]\n[prompts]", r"\[extra\]: no such table; there are run"),
         ("[prompts]", "[file]\n[prompts]", r"\[file\]: no such table"),
         ("[prompts]", "[degrade]\nfp8 = 1\n[prompts]", "fp8: expected true or false; got 1"),
         ("[run]", "[run", "not TOML"),

@@ -21,12 +21,7 @@ from megatron_r3.data.engines.shape import EngineError, ModelShape
 from megatron_r3.loop.embedded import EmbeddedSampler
 from megatron_r3.loop.loading import Loader, LoadError
 from megatron_r3.loop.probe import Difference, Probe
-from megatron_r3.loop.published import (
-    PolicyError,
-    PublishedPolicy,
-    read_policy,
-    wait_for_policy,
-)
+from megatron_r3.loop.published import PolicyError, PublishedPolicy, read_policy, wait_for_policy
 from megatron_r3.loop.push import Push, Pusher, PushError
 from megatron_r3.loop.push_floor import PushFloor
 

@@ -8,14 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from patching_upstream import (
-    FILES,
-    KILLED,
-    ROUTER,
-    refused,
-    run_cli,
-    snapshot,
-)
+from patching_upstream import FILES, KILLED, ROUTER, refused, run_cli, snapshot
 
 from megatron_r3.patching import apply, tree_files
 from megatron_r3.patching.apply import apply_series, revert_series

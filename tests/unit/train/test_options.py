@@ -6,9 +6,7 @@ import pytest
 from training_arguments import ARGUMENTS
 
 from megatron_r3.train.option_table import NOT_WITH_ROLLOUTS
-from megatron_r3.train.options import (
-    RolloutOptions,
-)
+from megatron_r3.train.options import RolloutOptions
 
 
 def options(**changes: object) -> RolloutOptions:
@@ -50,10 +48,7 @@ ORDERS = {
         {"rollouts_pack": True, "micro_batch_size": 1},
         {"context_parallel_size": 2},
     ),
-    "another seed": (
-        {"rollouts_shuffle": 1, "micro_batch_size": 1},
-        {"rollouts_shuffle": 2},
-    ),
+    "another seed": ({"rollouts_shuffle": 1, "micro_batch_size": 1}, {"rollouts_shuffle": 2}),
     "other batches of a seed": (
         {"rollouts_shuffle": 1, "micro_batch_size": 1},
         {"global_batch_size": 16},
@@ -84,10 +79,7 @@ def test_what_changes_the_order_of_samples_is_part_of_it(change: str) -> None:
             {"moe_router_replay_log_mismatch_interval": -1},
             r"--moe-router-replay-log-mismatch-interval -1: it must be 0 or more iterations",
         ),
-        (
-            {"rollouts_pack": True},
-            "-pack needs --micro-batch-size 1: a pack is a micro",
-        ),
+        ({"rollouts_pack": True}, "-pack needs --micro-batch-size 1: a pack is a micro"),
         (
             {"rollouts_pack": True, "micro_batch_size": 1, "hybrid_layer_pattern": "*EM"},
             r"hybrid pattern \*EM: the state of its recurrent layers",

@@ -93,11 +93,7 @@ def test_corrections(
     [
         ({"rollouts_aggregation": "sequence-mean"}, "sequence-mean", 64),
         ({"rollouts_aggregation": "fixed-length"}, "fixed-length", 64),
-        (
-            {"rollouts_aggregation": "fixed-length", "rollouts_fixed_length": 9},
-            "fixed-length",
-            9,
-        ),
+        ({"rollouts_aggregation": "fixed-length", "rollouts_fixed_length": 9}, "fixed-length", 9),
     ],
 )
 def test_averages(change: dict[str, object], name: str, length: int) -> None:

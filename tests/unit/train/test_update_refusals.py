@@ -121,10 +121,7 @@ REFUSED: list[tuple[dict[str, object], str]] = [
         {"rollouts_correction": "tis", "rollouts_old_policy": "sampler"},
         "--rollouts-correction tis needs --rollouts-old-policy trainer",
     ),
-    (
-        {"rollouts_correction_level": "token"},
-        "token needs --rollouts-correction tis or icepop",
-    ),
+    ({"rollouts_correction_level": "token"}, "token needs --rollouts-correction tis or icepop"),
     ({"rollouts_correction_bounds": [2.0]}, "-bounds 2 needs --rollouts-correction tis or"),
     (
         {"rollouts_correction": "tis", "rollouts_correction_level": "turn", **TRAINER},
@@ -151,10 +148,7 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({"rollouts_log": "/no/such/folder/log"}, "--rollouts-log /no/.*: its folder does not exist"),
     ({"rollouts_mini_steps": 0}, "--rollouts-mini-steps 0: it must be 1 or more"),
     ({"rollouts_epochs": -1}, "--rollouts-epochs -1: it must be 1 or more"),
-    (
-        {"rollouts_epochs": 2, "dataloader_type": "cyclic"},
-        "--rollouts-epochs 2 needs --dataloader",
-    ),
+    ({"rollouts_epochs": 2, "dataloader_type": "cyclic"}, "--rollouts-epochs 2 needs --dataloader"),
     ({"rollouts_shuffle": -1, **TOKENS}, "--rollouts-shuffle -1: it must be 0 or more"),
     (
         {"rollouts_shuffle": 1, **TOKENS, "dataloader_type": "cyclic"},
@@ -200,10 +194,7 @@ REFUSED: list[tuple[dict[str, object], str]] = [
         "--moe-router-replay-stale-source rollout: it must be one of old-policy, live",
     ),
     (
-        {
-            "moe_router_replay_verify_dispatch": True,
-            "moe_router_replay_log_mismatch_interval": 0,
-        },
+        {"moe_router_replay_verify_dispatch": True, "moe_router_replay_log_mismatch_interval": 0},
         "-verify-dispatch: not together with .*-log-mismatch-interval 0: nothing is compared",
     ),
     ({"moe_router_replay_max_lag": -1}, "--moe-router-replay-max-lag -1: it must be 0 or more"),

@@ -35,10 +35,7 @@ INDEXER = {f"indexer_{name}": number for name, number in INDEXER.items()} | {"in
 NEEDED: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"rope_theta": 1e4}},
     "deepseek_ocr2": {
-        "text_config": {
-            "mlp_layer_types": ["dense", *["sparse"] * 31],
-            "num_experts_per_tok": 2,
-        }
+        "text_config": {"mlp_layer_types": ["dense", *["sparse"] * 31], "num_experts_per_tok": 2}
     },
     "deepseek_v2": {"num_experts_per_tok": 2},
     "diffusion_gemma": {"text_config": GEMMA},

@@ -103,10 +103,7 @@ def test_rows_that_fit_neither_start_are_refused():
         (lambda rows: made.int32_text(rows)[:-1], "not whole base64"),
         (lambda rows: made.int32_text(rows)[:-4], "no whole number of <i4"),
         (lambda rows: made.int32_text(rows[:, :3]), "no whole number of rows"),
-        (
-            lambda rows: base64.b64encode(rows.astype("<i8").tobytes()).decode(),
-            "18 rows of",
-        ),
+        (lambda rows: base64.b64encode(rows.astype("<i8").tobytes()).decode(), "18 rows of"),
         (
             lambda rows: base64.b64encode(rows.astype("u1").tobytes()).decode(),
             "no whole number of rows",
@@ -179,10 +176,7 @@ def test_ids_beside_the_routes():
         ({"num_retractions": 2}, "retracted the request 2 times"),
         ({"prompt_tokens": 7}, "7 prompt tokens; 6 were sent"),
         ({"output_token_logprobs": [[-1.0, 21, None]]}, "name other ids than output_ids"),
-        (
-            {"output_token_logprobs": []},
-            "no token was sampled; .*max_new_tokens",
-        ),
+        ({"output_token_logprobs": []}, "no token was sampled; .*max_new_tokens"),
         ({"output_token_logprobs": [None] * 4}, "must be a list of .log-prob, token id, text"),
         ({"output_token_logprobs": [["a", 21, None]] * 4}, "a flat list of numbers; got str"),
         (

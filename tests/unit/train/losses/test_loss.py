@@ -94,10 +94,7 @@ COMBINATIONS = [*itertools.product(LOSSES, AGGREGATIONS, CORRECTIONS)]
 
 def combined(loss: str, aggregation: str, correction: str) -> LossOptions:
     return replace(
-        LOSSES[loss],
-        aggregation=aggregation,
-        fixed_length=11,
-        correction=CORRECTIONS[correction],
+        LOSSES[loss], aggregation=aggregation, fixed_length=11, correction=CORRECTIONS[correction]
     )
 
 

@@ -14,12 +14,7 @@ import torch
 from loss_cases import lay_out, responses
 
 from megatron_r3.train.losses.aggregation import average
-from megatron_r3.train.losses.terms import (
-    LOG_RATIO_BOUND,
-    LossTerms,
-    Sequences,
-    bounded_log_ratio,
-)
+from megatron_r3.train.losses.terms import LOG_RATIO_BOUND, LossTerms, Sequences, bounded_log_ratio
 
 # Two samples with room for two rollouts each; the second one of the second sample is padding.
 INDEX_BS = torch.tensor([[0, 0, 1, 1], [2, 2, 2, 3]])
