@@ -8,7 +8,6 @@ import random
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from megatron_r3.data.store.expert_load import expert_load
 from proof.benchmarks import balance, clients, dispatch, publish, scale, store, update
 from proof.benchmarks.bench import Bench, Row
 from proof.benchmarks.interval import LOOKS
-from proof.benchmarks.store import BASE, Way, run_rounds
 from proof.benchmarks.turns import Rounds
 from proof.benchmarks.waits import COPIES, GATHERS, PLANS, WAITS
 
@@ -79,16 +77,6 @@ def test_rounds_end_when_every_ratio_tells(
             assert "cannot tell" not in shown
 
 
-@pytest.mark.usefixtures("_one_rank")
-def test_no_place_in_a_round_favours_a_way() -> None:
-    rounds = Rounds(10, MODES)
-    went = [[rounds.way(4 * number + place) for place in range(4)] for number in range(8)]
-    assert len({*map(tuple, went)}) == 8
-    for place in range(4):
-        assert set(Counter(order[place] for order in went).values()) == {2}
-    assert [rounds.mode(step) for step in range(4)] == ["live", "live", "replay", "plan"]
-
-
 def test_nothing_is_prepared_before_its_step_begins() -> None:
     rounds, prepared = Rounds(1, MODES), threading.Event()
     thread = threading.Thread(target=lambda: (rounds.wait_for(1), prepared.set()), daemon=True)
@@ -126,18 +114,6 @@ def rows_of_update(rounds: Rounds) -> list[Row]:
     return [{"ep": 1, "mini_steps": 2, **row} for row in update.summarise(result)]
 
 
-@pytest.mark.usefixtures("_one_rank")
-def test_ratios_are_those_to_the_first_way_of_the_same_round() -> None:
-    slow = {update.TRAINER: 4 / 3, update.R2: 2.0}
-    sampler, again, trainer, r2 = rows_of_update(steps(8, slow, 0.0, update.WAYS)[0])
-    assert sampler["wall_of_sampler"] is sampler["cpu_of_sampler"] is None
-    assert again["wall_of_sampler"]["median"] == 1
-    assert trainer["wall_of_sampler"]["median"] == pytest.approx(4 / 3)
-    assert r2["cpu_of_sampler"]["median"] == pytest.approx(2)
-    assert r2["collection_cpu_ms"] == pytest.approx(1000)
-    assert "1.333 (1.333 to 1.333)" in update.BENCH.cells(trainer)
-
-
 PUBLISHED = {"hidden": 8, "layers": 4, "layout": "EP2", "layer": 10**8, "memory": 1.2 * 10**8}
 OF_GUESTS = {"way": balance.GUESTS, "load": 1.01, "limit": 1.02}
 COUNTED = {"what": "opens", "found": 1.0, "most": 1.0, "counted": True}
@@ -167,30 +143,6 @@ def test_rows_that_break_a_promise_are_found() -> None:
     assert scale.BENCH.wrong({**COUNTED, "counted": False, "found": 9.0}) == ""  # a time
 
 
-def test_a_row_of_publish_is_the_slowest_and_the_largest_rank() -> None:
-    one = [(0.1, 110, 50, 400, 100), (0.3, 130, 50, 400, 100), (0.2, 120, 50, 400, 100)]
-    other = [(0.2, 100, 60, 400, 100), (0.1, 100, 60, 400, 100), (0.4, 100, 60, 400, 100)]
-    row = publish.summarise([one, other])
-    assert row == {"wall_ms": 300, "memory": 120, "part": 60, "model": 400, "layer": 100}
-    assert publish.BENCH.cells({**PUBLISHED, **row})[-2:] == ["1.20", "300"]
-
-
-def test_a_row_of_balance_has_the_slowest_planning_and_mean_guests() -> None:
-    taken_s = {"off": 1.0, "off again": 4.0, "empty": 2.0, "guests": 1.6}
-    same = {way: [seconds] * 2 for way, seconds in taken_s.items()}
-    one = {f"{name}_s": same for name in ("wall", "cpu", "layer")}
-    one |= {"load": dict.fromkeys(same, 1.5), "planning_s": dict.fromkeys(same, 0.001)}
-    one |= {"guests": 1.0, "bytes": 10.0}
-    other = {**one, "planning_s": dict.fromkeys(same, 0.002), "guests": 2.0, "bytes": 30.0}
-    off, again, empty, guests = balance.summarise([one, other])
-    assert off["wall_of_off"] is None
-    assert again["cpu_of_off"]["median"] == pytest.approx(4.0)  # by the first one alone
-    assert guests["cpu_of_off"]["median"] == pytest.approx(0.8)  # by 2, the mean of 1 and 4
-    assert guests["planning_ms"] == pytest.approx(2.0)
-    assert (guests["guests"], guests["bytes"]) == (1.5, 20.0)
-    assert "guests" not in empty
-
-
 @pytest.mark.parametrize("name", balance.CASES)
 def test_the_first_rank_has_its_share(name: str, tmp_path: Path) -> None:
     case = balance.CASES[name]
@@ -204,30 +156,6 @@ def test_the_first_rank_has_its_share(name: str, tmp_path: Path) -> None:
 
 
 # -- the store
-
-
-@pytest.mark.parametrize(("slow", "timed"), [(1.0, 32), (1.5, LOOKS[0])])
-def test_a_slow_way_to_move_routes_is_told_and_ends_the_rounds(slow: float, timed: int) -> None:
-    draw, ran = random.Random(0), []
-
-    def taken(run: Callable[[], Any]) -> tuple[float, float]:
-        run()
-        seconds = {BASE: 1.0, "other": 2 * slow}[ran[-1]] * draw.lognormvariate(0.0, 0.05)
-        return seconds, 0.5 * seconds
-
-    # "other" moves twice the bytes: at the same speed it takes twice as long
-    ways = [
-        Way(BASE, lambda: ran.append(BASE), 1e9, 512),
-        Way("other", lambda: ran.append("other"), 2e9, None, compared=True),
-    ]
-    base, other = store.summarise(ways, run_rounds(ways, 32, taken))
-    assert len(ran) == 2 * (1 + timed)
-    assert {ran[i] for i in range(0, 8, 2)} == {BASE, "other"}  # ways take turns
-    assert base["wall_of_base"] is None
-    assert base["gb_per_s"] == pytest.approx(1.0, rel=0.1)
-    assert base["gb_per_cpu_s"] == pytest.approx(2.0, rel=0.1)
-    assert other["wall_of_base"]["tells"] == other["cpu_of_base"]["tells"] == (slow > 1)
-    assert other["wall_of_base"]["median"] == pytest.approx(slow, rel=0.1)
 
 
 def test_a_slice_that_reads_too_much_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

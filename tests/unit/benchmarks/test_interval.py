@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from proof.benchmarks.interval import CONFIDENCE, LOOKS, enough, median_of, shown, turn
+from proof.benchmarks.interval import CONFIDENCE, LOOKS, enough, median_of, turn
 
 
 def test_interval_of_eight_ratios() -> None:
@@ -56,15 +56,6 @@ def test_a_real_difference_tells_and_stops() -> None:
     assert enough([ratios], 128)
     assert not enough([ratios, [draw.lognormvariate(0.0, 0.05) for _ in range(64)]], 128)
     assert enough([[1.0]], 1)
-
-
-def test_a_ratio_is_shown_only_if_it_tells() -> None:
-    tells = median_of([0.93 + 0.001 * (i % 3) for i in range(16)]).record()
-    assert shown(tells) == "0.931 (0.930 to 0.931)"
-    assert shown(median_of([0.97, 1.03] * 8).record()) == "cannot tell (0.970 to 1.030)"
-    assert shown(median_of([0.5] * 3).record()) == "cannot tell (3 values)"
-    assert shown(median_of([0.5]).record()) == "cannot tell (1 value)"
-    assert shown(median_of([31.4] * 8).record()) == "31 (31 to 31)"
 
 
 def test_a_turn_has_every_way_in_every_place() -> None:

@@ -22,7 +22,6 @@ from megatron_r3.replay.gate import (
     substitute_gate,
 )
 from proof.benchmarks import kernel
-from proof.benchmarks.machine import write_results
 
 ROOT = Path(__file__).parents[3]
 
@@ -118,15 +117,3 @@ def test_without_a_gpu_it_says_how_to_rehearse(
 ) -> None:
     assert kernel.main(["--out", str(tmp_path / "kernel.json")]) == 2
     assert "--device cpu --rehearse" in capsys.readouterr().err
-
-
-def test_a_folder_has_a_file_for_each_gpu_and_day(tmp_path: Path) -> None:
-    found = {"gpu": "NVIDIA H200", "rows": [1]}
-    path = write_results(tmp_path, "kernel", found)
-    assert path.name.startswith("nvidia-h200-20")
-    assert write_results(tmp_path, "layers", {**found, "rows": [2]}) == path
-    assert {name: b["rows"] for name, b in json.loads(path.read_text()).items()} == {
-        "kernel": [1],
-        "layers": [2],
-    }
-    assert json.loads(write_results(tmp_path / "one.json", "kernel", found).read_text()) == found

@@ -1,4 +1,4 @@
-"""`python -m proof.benchmarks.layers`: what it compares, when it stops, what it skips.
+"""`python -m proof.benchmarks.layers`: what it compares and what it skips.
 
 Steps of Megatron's layers are run by `make gpu REHEARSE=1`; here a stand-in takes them.
 
@@ -15,12 +15,11 @@ import pytest
 import torch
 
 from megatron_r3.replay.gate import GateInputs, GateOptions, replayed_gate
-from proof.benchmarks import layers, layers_measure
-from proof.benchmarks.layers_measure import check, timed
-from proof.benchmarks.layers_model import LIVE_FUSED, WAYS, Way, ways_of
+from proof.benchmarks import layers
+from proof.benchmarks.layers_measure import check
+from proof.benchmarks.layers_model import LIVE_FUSED, Way, ways_of
 from proof.benchmarks.machine import no_transformer_engine
 
-GROUPED = SimpleNamespace(moe_router_group_topk=4)
 PLAIN = SimpleNamespace(moe_router_group_topk=None)
 
 
@@ -31,8 +30,7 @@ class Steps:
         self.ways, self.skipped = ways_of(PLAIN, "te")
         self.sizes, self.cuda = SimpleNamespace(layers=2), False
         self.routers = [torch.nn.Linear(2, 4) for _ in range(2)]
-        self.losses, self.passes, self.seconds = losses or {}, passes, dict[Any, float]()
-        self.clock = 0.0
+        self.losses, self.passes = losses or {}, passes
         self.grads = dict[str, float]()
 
     def name(self, way: Way) -> str:
@@ -40,7 +38,6 @@ class Steps:
 
     def step(self, way: Way, recompute: bool) -> tuple[torch.Tensor, Any]:
         name = self.name(way)
-        self.clock += self.seconds.get(name, 0.0)
         for router in self.routers * (self.passes + recompute):
             logits_TE = router(torch.ones(3, 2))
             if way.fused and way.replays:
@@ -100,47 +97,6 @@ def test_a_step_that_ran_otherwise_than_its_name_says() -> None:
         check(Steps(passes=2), False, (1e-3, 2e-2))
 
 
-def kept(steps: Any, most: int, seconds: float) -> dict[str, Any]:
-    """What is kept last, by a clock that only steps move."""
-    looks: list[Any] = []
-    clock = SimpleNamespace(perf_counter=lambda: steps.clock)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layers_measure, "time", clock)
-        timed(steps, False, most, seconds, looks.append)
-    assert all(found.keys() == steps.ways.keys() for found in looks)
-    return looks[-1]
-
-
-def test_steps_go_on_until_their_ratios_tell() -> None:
-    steps = Steps()
-    del steps.ways["plan, counted"], steps.ways["fused, counted"], steps.ways["replay"]
-    seconds = {"live": 0.008, LIVE_FUSED: 0.004, "plan": 0.004, "plan, fused": 0.002}
-    steps.seconds = seconds
-    found = kept(steps, 64, 60.0)
-    assert found["plan"]["ratio"]["tells"]
-    assert found["plan"]["ratio"]["median"] < 1
-    assert found["plan"]["ratio"]["count"] == 8
-    assert not found["live"]["ratio"]["tells"]  # compared with itself, and not waited for
-
-
-def test_equal_steps_go_on_to_the_most_or_to_the_end_of_the_time() -> None:
-    steps = Steps()
-    steps.seconds = dict.fromkeys(steps.ways, 1.0)  # 7 ways, and each has a neighbour
-    assert kept(steps, 9, 1000.0)["plan"]["ratio"]["count"] == 9
-    assert kept(steps, 64, 14.0 * 5)["plan"]["ratio"]["count"] == 3  # after 2 that warm up
-    assert kept(steps, 64, 0.0)["plan"]["ratio"]["count"] == 1
-
-
-def test_ways_of_a_spec_and_a_router() -> None:
-    ways, skipped = ways_of(PLAIN, "local")
-    assert ways == WAYS
-    assert skipped.keys() == {LIVE_FUSED}
-    ways, skipped = ways_of(GROUPED, "te")
-    assert skipped.keys() == {"fused, counted"}
-    assert ways["plan, fused"].beside == LIVE_FUSED
-    assert all(way.beside in ways for way in ways.values())
-
-
 MISSING = "Transformer Engine is not installed"
 
 
@@ -164,24 +120,3 @@ def test_a_transformer_engine_that_is_not_compiled_is_said(
     monkeypatch.syspath_prepend(tmp_path)
     said = no_transformer_engine()
     assert said == "Transformer Engine cannot be imported: Found empty meta package"
-
-
-def test_the_record_is_named_for_its_slice() -> None:
-    def name(*argv: str) -> str:
-        return layers._name(layers._arguments(["--out", "o", "--megatron", "m", *argv]))
-
-    assert name() == "layers Qwen3-30B-A3B local 4096"
-    assert name("--spec", "te", "--sequence", "8192") == "layers Qwen3-30B-A3B te 8192"
-    fewer = name("--model", "DeepSeek-V3", "--experts", "128", "--layers", "2")
-    assert fewer == "layers DeepSeek-V3 local 4096, experts 128"
-
-
-def test_a_case_that_does_not_fit_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 << 30)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-
-    def too_large() -> None:
-        raise torch.OutOfMemoryError
-
-    assert layers._out_of_memory(too_large) == "out of memory, with 3.0 GiB of tensors"
-    assert layers._out_of_memory(lambda: None) is None

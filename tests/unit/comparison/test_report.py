@@ -21,14 +21,11 @@ from proof.comparison.report import (
     METRICS,
     RESULTS,
     VALUES,
-    curves_of,
     document,
     half,
     measured,
     pairs,
     read_record,
-    smooth,
-    tables,
 )
 
 ROOT = Path(__file__).parents[3]
@@ -93,21 +90,6 @@ def test_the_readme_says_what_was_recorded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("only", "changes", "said"),
-    [
-        ("noise", {}, "3 of 3 | +0.2"),
-        ("noise", {"live_reward": 0.9}, "0 of 3 | -0."),
-        ("noise", {"live_k3": 0.04}, "2.0, 2.0, 2.0 |"),
-        ("noise/live", {}, ""),
-    ],
-)
-def test_r3_beside_live(only: str, changes: dict[str, float], said: str) -> None:
-    text = tables(made_up(only, **changes))
-    assert said in text
-    assert ("R3 beside live" in text) == bool(said)
-
-
-@pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda r: r.pop("load"), "no load"),
@@ -130,17 +112,6 @@ def test_a_record_that_cannot_be_taken_changes_nothing(
     assert (root / "docs" / "comparison.md").read_text() == before
     assert not (root / RESULTS).exists()
     assert not (root / "docs" / "comparison.png").exists()
-
-
-def test_a_panel_has_the_control_of_its_regime() -> None:
-    record = made_up(none_reward=0.85)
-    for key in ("noise", "stale"):
-        curves = curves_of(record, key, "reward")
-        assert [*curves] == ["none", "live", "r3"]
-        assert curves["none"].min() > 0.75 > curves["r3"].max()
-        assert curves["live"].shape == (3, 12)
-    assert [*curves_of(record, "noise", "k3")] == ["live", "r3"]
-    assert smooth([0.0, 1.0, 2.0, 3.0, 4.0, 5.0]) == [0.0, 0.5, 1.0, 1.5, 2.0, 3.0]
 
 
 def test_a_collection_has_the_values_of_its_first_update(tmp_path: Path) -> None:

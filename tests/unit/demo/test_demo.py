@@ -44,18 +44,6 @@ def test_lines_of_a_child_are_whole_and_a_failure_shows_the_last_ones(tmp_path):
         process.run([sys.executable, "-c", "raise SystemExit(3)"], log, {}, lines.append)
 
 
-def test_a_failed_rank_is_shown_in_its_own_words_and_not_in_40_lines_of_torchrun(tmp_path):
-    script, log = tmp_path / "aborts.py", tmp_path / "child.log"
-    script.write_text("import os; print('the reason', flush=True); os.abort()")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    with pytest.raises(process.Failed) as failed:
-        process.run([*torchrun, "--local-addr", "127.0.0.1", str(script)], log, {}, print)
-    lines = str(failed.value).splitlines()
-    assert "the reason" in lines
-    assert "failed (exitcode: -6) local_rank: 0" in lines[-1]
-    assert not [line for line in lines if "Root Cause" in line]
-
-
 def test_a_second_loop_goes_on_or_says_what_it_removes(tmp_path, capsys):
     def begin(seed: int, collections: int) -> tuple[bool, str]:
         """Whether what a run had done is still there, and what was said."""

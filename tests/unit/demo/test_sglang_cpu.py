@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from demo import sglang_install, sglang_server, vllm_install
+from demo import sglang_server
 from demo.installation import ServerError, is_installed, run_steps
 
 PINNING = Path("sglang/srt/mem_cache/pool_host/common.py")
@@ -121,20 +121,3 @@ def test_an_installation_is_made_once_and_whole(tmp_path, capsys):
     run_steps("Engine", home, "1", [("first", write)])
     assert is_installed(home, "1")
     assert not is_installed(home, "2")
-
-
-def test_sglang_is_installed_again_when_vllms_environment_is_another(tmp_path, monkeypatch):
-    """Its wheel is of that environment's Python."""
-    steps = []
-    monkeypatch.setattr(vllm_install, "install", lambda build: build / "vllm" / "bin" / "python")
-    monkeypatch.setattr(sglang_install, "run_steps", lambda *a: steps.append(a))
-    (tmp_path / "vllm").mkdir()
-    (tmp_path / "vllm" / "installed").write_text("a")
-    sglang_install.install(tmp_path)
-    (tmp_path / "vllm" / "installed").write_text("b")
-    sglang_install.install(tmp_path)
-    assert [one[1] for one in steps] == [tmp_path / "sglang"] * 2
-    assert steps[0][2] != steps[1][2]
-    command = steps[0][3][0][1]
-    assert command[0] == str(tmp_path / "vllm" / "bin" / "python")
-    assert command[-1] == f"sglang=={sglang_install.VERSION}"

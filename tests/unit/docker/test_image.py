@@ -73,11 +73,6 @@ def test_folders_of_this_machine_are_served_to_the_build(pip_conf, build_secrets
         get(links)
 
 
-def test_a_pip_conf_is_taken_as_it_is(pip_conf, tmp_path, build_secrets):
-    with ExitStack() as stack:
-        assert build_secrets(stack, tmp_path / "mine")["pip_conf"] == tmp_path / "mine"
-
-
 def test_a_machine_without_settings_has_no_secrets(pip_conf, monkeypatch, build_secrets):
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)  # then pip reads no other either
     with ExitStack() as stack:
@@ -143,14 +138,6 @@ def test_a_volume_that_cannot_be_written_is_named(tmp_path, words, mode):
         assert done.returncode == 1
         assert f"may not write in {tmp_path / 'volume'}; run it as a user who may" in done.stderr
         assert done.stderr.count("\n") == 1
-
-
-def test_the_script_runs_from_any_folder(tmp_path):
-    command = [sys.executable, str(DOCKER / "image.py"), "--help"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "build,test,matrix" in done.stdout
 
 
 def importable(image, *path):

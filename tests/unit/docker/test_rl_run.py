@@ -3,10 +3,8 @@
 CI runs the same script with a real engine, a real image and the real loop (.ci/run).
 """
 
-import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -209,22 +207,3 @@ def test_the_demos_config_names_nothing_outside_of_its_folder(tmp_path, monkeypa
     assert config.path(config.policy.checkpoint) == tmp_path / "start" / "checkpoint"
     assert config.path(config.trainer.megatron) == tmp_path / "tree"
     assert '\nscript = "-m megatron_r3.cpu ./demo/pretrain.py"' in text
-
-
-def test_the_rewards_are_printed_by_collection(tmp_path, monkeypatch):
-    file = made(tmp_path, monkeypatch)
-    events = read_config(file).directory.events("collector")
-    events.parent.mkdir(parents=True)
-    one = {"event": "collected", "version": 0, "rollouts": 512, "seconds": 3.14}
-    lines = [{**one, "collection": n, "reward": r} for n, r in ((1, 0.5), (0, 0.1), (0, 0.25))]
-    events.write_text("\n".join(map(json.dumps, [{"event": "pushed", "version": 0}, *lines])))
-    command = [sys.executable, str(DOCKER / "rewards.py"), str(file)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
-    assert done.stdout == (
-        "collection 0: policy 0, reward 0.2500, 512 rollouts in 3.1 s\n"
-        "collection 1: policy 0, reward 0.5000, 512 rollouts in 3.1 s\n"
-    )
-    command[-1] = str(tmp_path / "none.toml")
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr.startswith("error: ")) == (1, True)

@@ -68,20 +68,3 @@ def test_a_tree_without_tests(tmp_path: Path) -> None:
     passed, said = check.upstreams_tests(copies)
     assert passed is None
     assert "PyPI" in said
-
-
-def test_rows(capsys: pytest.CaptureFixture[str]) -> None:
-    checks: Any = {
-        "fine": lambda copies: (True, "all of it\nand more"),
-        "wrong": lambda copies: (False, "first line\nsecond line"),
-        "nothing": lambda copies: (None, "it has none"),
-    }
-    copies: Any = None
-    assert check.run(checks, copies) == (["wrong"], ["nothing"])
-    printed = capsys.readouterr().out.splitlines()
-    assert [line.split() for line in printed[:3]] == [
-        "fine ok 0 s all of it".split(),
-        "wrong FAILED 0 s first line".split(),
-        "nothing not run 0 s it has none".split(),
-    ]
-    assert printed[-3:] == ["FAILED wrong:", "first line", "second line"]

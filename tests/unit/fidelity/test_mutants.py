@@ -12,7 +12,7 @@ import pytest
 from slow import SLOW
 
 from proof.fidelity import mutants
-from proof.fidelity.mutants import Fault, main, outcome, place_of, read_faults, table
+from proof.fidelity.mutants import Fault, main, outcome, place_of, read_faults
 
 FAULTS = read_faults()
 BOTH = Fault("room", "both", "effect", "old", "new", ("unit",), ("functional",))
@@ -72,12 +72,6 @@ def test_how_a_fault_ends(
     copy: Any = Copy(*noticing)
     assert outcome(copy, fault, unit_alone) == how
     assert copy.asked == asked
-
-
-def test_the_table_counts() -> None:
-    lines = table([(BOTH, "unit"), (BOTH, "survived")]).splitlines()
-    assert lines[1].split() == ["room", "2", "1", "0", "1", "0"]
-    assert lines[2].split() == ["all", "2", "1", "0", "1", "0"]
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ import pytest
 from megatron_r3.data import rollout
 from megatron_r3.data.engines import conversation
 from megatron_r3.data.store import reader
-from proof.fuzz import configs, outcome, prompts, responses, shards, signals, trees, tries
+from proof.fuzz import configs, outcome, prompts, responses, shards, signals, trees
 from proof.fuzz.driver import Kind, input_test
 from proof.fuzz.outcome import (
     BAD_MESSAGE,
@@ -32,7 +32,6 @@ from proof.fuzz.outcome import (
     WRONGLY_REFUSED,
     Fault,
     bad_line,
-    bad_stderr,
     judged,
     note,
 )
@@ -55,13 +54,6 @@ CHEAP = {module.KIND.name: module.KIND for module in (shards, responses, prompts
 def test_one_clear_line(text, wrong):
     said = bad_line(text, ["a.json"])
     assert said is None if wrong is None else wrong in said
-
-
-def test_a_list_may_stand_below_an_error_line():
-    good = "error: DIR is not 0.19.2:\n  a.py: missing\n  b.py: missing\n"
-    assert bad_stderr(good, ["DIR"]) is None
-    for bad in ("DIR is wrong", "error: DIR\nerror: DIR", f"{good}Traceback (most", "error: a\n"):
-        assert bad_stderr(bad, ["DIR"])
 
 
 def refuse(text="a.json: wrong", kind=ValueError):
@@ -129,13 +121,6 @@ def test_a_fault_is_shrunken_and_can_be_tried_again(tmp_path):
     assert fault.outcome == CRASH
     assert "@reproduce_failure" in "".join(fault.__notes__)
     assert (tmp_path / "planted" / "try" / "what").read_text() == "number 301"
-
-
-def test_what_make_fuzz_runs():
-    assert sum(map(tries.share, (8, 12, 420, 400, 80, 80))) == tries.TRIES
-    settings = tries.test_shards._hypothesis_internal_use_settings
-    assert settings.max_examples == tries.share(420)
-    assert tries.test_trees.settings.max_examples == tries.share(12)
 
 
 @pytest.mark.parametrize("name", CHEAP)

@@ -17,7 +17,7 @@ import pytest
 
 from proof.gpu import run
 from proof.gpu.run import main, outcome
-from proof.gpu.steps import STEPS, Places, Step
+from proof.gpu.steps import STEPS, Step
 
 ROOT = Path(__file__).parents[3]
 FAKE = """
@@ -144,12 +144,6 @@ def test_a_call_that_is_killed_keeps_its_results(places: Path) -> None:
     assert ran(places) == ["passes", "kills", "skips"]
 
 
-def test_a_commit_is_named(tmp_path: Path) -> None:
-    assert run.commit_of(tmp_path) == "unknown"
-    (tmp_path / "COMMIT").write_text("0123\n")
-    assert run.commit_of(tmp_path) == "0123"
-
-
 def test_a_step_that_does_not_fit_is_left(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
     steps = [Step("short", "fake_step short {record}", 5), step("long")]
     assert call(places, steps, "--minutes", "0.5") == run.LEFT
@@ -224,15 +218,6 @@ def test_all_steps_fit_into_three_calls_those_without_transformer_engine_first()
     assert len({step.name for step in STEPS}) == len(STEPS)
     assert [step.needs_te for step in STEPS] == sorted(step.needs_te for step in STEPS)
     assert all(importlib.util.find_spec(step.command.split()[0]) for step in STEPS)
-
-
-def test_a_place_with_a_space_is_one_word(places: Path) -> None:
-    tree = (places / "tree").rename(places / "a tree")
-    words = Places.of(tree, places / "demo").words("x {tree} {script} {record}", ["--out", "o"])
-    ours = ROOT / "megatron_r3" / "train" / "pretrain_gpt.py"
-    assert words == ["x", str(tree), str(ours), "--out", "o"]
-    (tree / "pretrain_gpt.py").touch()
-    assert Places.of(tree, places / "demo").script == tree / "pretrain_gpt.py"
 
 
 def test_each_package_is_pinned() -> None:

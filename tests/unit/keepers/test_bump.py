@@ -1,19 +1,12 @@
 """Starting a release line from another one: a clean bump, conflicts, and what is in the way."""
 
-import os
-import subprocess
-
 import pytest
 from patching_bump import CONFLICT, NEXT, NEXT_TAG, bump, everything, release, skip, stop
-from patching_hostile import hostile
-from patching_upstream import LINE, OTHER, ROUTER, SCHEDULE, clone, git, refused, snapshot, write
+from patching_upstream import LINE, OTHER, ROUTER, git, refused, snapshot, write
 
-import keepers.bump
-from keepers.bump import bump_line
 from keepers.export import export_series
 from keepers.patches import main
 from keepers.verify import check_rules, verify_repo
-from megatron_r3.patching.git import PatchingError
 from megatron_r3.patching.versions import read_versions
 
 # --- a bump without conflicts
@@ -63,43 +56,6 @@ def test_again(upstream):
     assert snapshot(upstream.patches, mtimes=True) == before
 
 
-def test_the_users_git_configuration_changes_nothing(upstream, tmp_path, monkeypatch):
-    release(upstream, {ROUTER: ("line 28\n", "line twenty-eight\n")})
-    clone(upstream.checkout, tmp_path / "theirs", "--local")  # with the blobs of the patches
-    # the negative control: with am.threeWay git resolves what nobody has looked at
-    git("-c", "am.threeWay=true", "am", *map(str, upstream.series), cwd=tmp_path / "theirs")
-    hostile(tmp_path, monkeypatch, upstream.checkout)
-    lines = stop(upstream)
-    assert lines[0] == "patch 2 of 4 does not apply: 0002-Bind-the-hook-to-the-microbatch.patch"
-    for name in ("GIT_DIR", "GIT_INDEX_FILE", "GIT_EXTERNAL_DIFF"):
-        monkeypatch.delenv(name)
-    work = tmp_path / "work"
-    text = (work / ROUTER).read_text()
-    assert "hook = None   \n" in text
-    write(work, ROUTER, text.replace("line 30\n", "line 30\nbind(hook)\n"))
-    # as the user goes on, with the user's own configuration
-    user = {**os.environ, "GIT_COMMITTER_NAME": "A Person", "GIT_COMMITTER_EMAIL": "p@example.com"}
-    for command in (["add", ROUTER, SCHEDULE], ["am", "--continue"]):
-        done = subprocess.run(["git", *command], cwd=work, env=user, capture_output=True)
-        assert done.returncode == 0, done.stderr
-    assert bump(upstream).names == tuple(file.name for file in upstream.series)
-    assert check_rules(read_versions(upstream.patches)) == []
-    (check,) = verify_repo(upstream.checkout, read_versions(upstream.patches), NEXT)
-    assert check.verified
-    assert b"\r" not in (upstream.patches / NEXT / upstream.series[1].name).read_bytes()
-
-
-@pytest.mark.parametrize("kind", ["--bare", "--depth=1", "worktree"])
-def test_any_clone_and_a_work_folder_with_spaces(upstream, tmp_path, kind):
-    release(upstream, {OTHER: ("1", "2")})
-    repo = clone(upstream.checkout, tmp_path / "their clone", kind)
-    arguments = {"line": NEXT, "work": tmp_path / "a place/for 'ü"}
-    done = bump_line(LINE, "HEAD", repo, upstream.patches, **arguments)
-    assert len(done.names) == 4
-    tree = read_versions(upstream.patches).line(NEXT).trees[0]
-    assert tree.name == tree.commit[:12]  # HEAD is no name that stays
-
-
 # --- what is in the way
 
 
@@ -121,18 +77,6 @@ def test_a_line_is_never_overwritten(upstream, tmp_path):
     git("commit", "--quiet", "--amend", "--no-edit", cwd=work)
     with refused(upstream.patches, "not overwritten", f"make export MEGATRON={work} LINE={NEXT}"):
         bump(upstream)
-
-
-def test_an_export_that_was_killed_is_finished(upstream):
-    release(upstream, {OTHER: ("1", "2")})
-    bump(upstream)
-    versions = upstream.patches / "versions.toml"
-    whole = versions.read_text()
-    versions.write_text(whole.partition(f'\n[lines."{NEXT}"]')[0])
-    (upstream.patches / NEXT / upstream.series[2].name).unlink()
-    assert not bump(upstream).again
-    assert versions.read_text() == whole
-    assert len(list((upstream.patches / NEXT).iterdir())) == 4
 
 
 def test_a_work_folder_that_is_something_else(upstream, tmp_path):
@@ -173,21 +117,6 @@ def test_arguments_that_are_wrong(upstream, tmp_path, arguments, message):
     release(upstream, {OTHER: ("1", "2")})
     with refused(tmp_path, message):
         bump(upstream, **arguments)
-
-
-def test_a_clone_that_is_killed_leaves_nothing(upstream, tmp_path, monkeypatch):
-    release(upstream, {OTHER: ("1", "2")})
-
-    def failing(*args, **kwargs):
-        if "checkout" in args:
-            raise PatchingError("no disk")
-        return git_of_ours(*args, **kwargs)
-
-    git_of_ours = keepers.bump.git
-    with monkeypatch.context() as patch, refused(tmp_path, "no disk"):
-        patch.setattr(keepers.bump, "git", failing)
-        bump(upstream)
-    bump(upstream)
 
 
 # --- the command

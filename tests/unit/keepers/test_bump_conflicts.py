@@ -3,11 +3,10 @@
 import subprocess
 
 import pytest
-from patching_bump import CONFLICT, NEXT, NEXT_TAG, bump, release, resolve, skip, stop
+from patching_bump import CONFLICT, NEXT, NEXT_TAG, bump, release, resolve, stop
 from patching_upstream import (
     DISPATCHER,
     NEW,
-    OLD,
     ROUTER,
     SCHEDULE,
     TAG,
@@ -16,9 +15,6 @@ from patching_upstream import (
     snapshot,
     write,
 )
-
-from keepers.verify import check_rules
-from megatron_r3.patching.versions import read_versions
 
 
 def test_a_conflict_gives_five_lines_and_a_checkout_to_work_in(upstream, tmp_path):
@@ -68,33 +64,6 @@ def test_an_older_release_lacks_commits(upstream):
     assert lines[3].endswith(f"Newer since {NEXT_TAG}")
 
 
-def test_the_second_conflict_is_explained_too(upstream, tmp_path):
-    release(upstream, CONFLICT | {OLD: ("echo old", "echo older")})
-    stop(upstream)
-    work = tmp_path / "work"
-    with pytest.raises(subprocess.CalledProcessError):
-        resolve(work, ROUTER, "line 30\n", "line 30\nbind(hook, new)\n")
-    lines = stop(upstream)
-    assert lines[0].startswith("patch 3 of 4 does not apply: 0003-")
-    assert f"at: {OLD}:1" in lines[1]
-    assert f"(hunks that failed: {OLD}.rej)" in lines[4]
-    assert not (work / f"{ROUTER}.rej").exists()
-    assert (work / NEW).exists()
-    skip(work)
-    assert not (work / NEW).exists()
-    assert [name[:4] for name in bump(upstream).names] == ["0001", "0002", "0004"]
-
-
-def test_a_concern_that_is_no_longer_needed_leaves_a_gap(upstream, tmp_path):
-    release(upstream, CONFLICT)
-    stop(upstream)
-    skip(tmp_path / "work")
-    done = bump(upstream)
-    assert [name[:4] for name in done.names] == ["0001", "0003", "0004"]
-    assert done.left_out == (upstream.series[1].name,)
-    assert check_rules(read_versions(upstream.patches)) == []
-
-
 @pytest.mark.parametrize(
     ("changes", "path", "number"),
     [({DISPATCHER: None}, DISPATCHER, 1), ({NEW: ("", "theirs\n")}, NEW, 3)],
@@ -119,11 +88,3 @@ def test_an_interrupted_am_goes_on(upstream, tmp_path):
     assert lines[1].endswith("the patch fits, but git am was interrupted")
     assert lines[4] == f"  next: cd {work}; git am, to continue it; then the same bump again"
     assert git("status", "--porcelain", "--untracked-files=no", cwd=work) == ""
-
-
-def test_an_aborted_am_begins_again(upstream, tmp_path):
-    release(upstream, CONFLICT)
-    lines = stop(upstream)
-    git("checkout", "--quiet", "-f", cwd=tmp_path / "work")
-    git("am", "--abort", cwd=tmp_path / "work")
-    assert stop(upstream) == lines

@@ -4,7 +4,7 @@ import os
 import subprocess
 
 import pytest
-from patching_export import add_commit, base, bytes_of, committed_upstream
+from patching_export import add_commit, bytes_of, committed_upstream
 from patching_hostile import hostile
 from patching_upstream import (
     BODY,
@@ -13,7 +13,6 @@ from patching_upstream import (
     OTHER,
     README,
     TAG,
-    clone,
     commit,
     git,
     snapshot,
@@ -108,17 +107,6 @@ def test_the_users_git_configuration_changes_nothing(upstream, tmp_path, monkeyp
     git(*pins, "checkout", "--quiet", TAG, cwd=upstream.checkout)
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "nowhere"))
     assert export_series(upstream.checkout, upstream.patches, check=True).differ == ()
-
-
-@pytest.mark.parametrize("kind", ["worktree", "shallow", "with spaces"])
-def test_any_checkout(upstream, tmp_path, kind):
-    tree = tmp_path / f"{kind} 'ü"
-    write(upstream.checkout, OTHER, "other = 0\n")  # uncommitted, and so not in the new tree
-    flags = {"worktree": ["worktree"], "shallow": ["--depth=5"]}.get(kind, [])
-    clone(upstream.checkout, tree, *flags)
-    assert export_series(tree, upstream.patches, check=True).differ == ()
-    git("checkout", "--quiet", base(upstream), cwd=tree)
-    assert export_series(tree, upstream.patches, check=True).differ == ()
 
 
 def test_authors_dates_and_long_subjects_come_through(upstream):

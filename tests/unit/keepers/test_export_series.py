@@ -77,14 +77,6 @@ def test_a_subject_has_the_number_of_the_other_lines(upstream):
     assert [file.read_bytes() for file in upstream.series] == before  # no number in a content
 
 
-def test_a_concern_may_be_renamed_where_no_other_line_has_it(upstream):
-    message = f"Drop the old script\n\n{BODY}"
-    only(upstream, 0, 1, 2)
-    git("commit", "--quiet", "--amend", "-m", message, cwd=upstream.checkout)
-    export_series(upstream.checkout, upstream.patches)
-    assert [f.name for f in upstream.series][2:] == ["0003-Drop-the-old-script.patch"]
-
-
 def test_no_free_number_in_the_middle(upstream):
     add_line(upstream, SECOND, "1" * 40)
     only(upstream, 0, 1)

@@ -56,13 +56,6 @@ def test_any_repository(upstream, tmp_path, kind):
     assert verify(upstream, repo).num_patches == 4
 
 
-def test_the_work_tree_does_not_matter(upstream):
-    write(upstream.checkout, ROUTER, "mine\n")
-    commit(upstream.checkout, "Mine")
-    write(upstream.checkout, ROUTER, "changed\n")
-    assert verify(upstream, upstream.checkout).num_patches == 4
-
-
 def test_a_source_package_as_a_git_tree(upstream):
     done = verify(upstream, package_as_git(upstream), 1)
     assert (done.num_patches, done.num_files) == (3, 5)
@@ -109,18 +102,6 @@ def test_a_commit_that_the_patches_are_not_for(upstream):
         PatchingError, match=f"start from other contents than the commit of .* has: {ROUTER}"
     ):
         verify(upstream, upstream.checkout)
-
-
-def test_several_files_absent(upstream):
-    """As in the source packages of releases that came without megatron/training."""
-    repo = package_as_git(upstream)
-    (repo / SCHEDULE).unlink()
-    commit(repo, "Without the schedule")
-    versions = upstream.patches / "versions.toml"
-    text = versions.read_text().replace(f'["{README}"]', f'["{README}", "{SCHEDULE}"]')
-    versions.write_text("".join(x for x in text.splitlines(True) if not x.startswith("blobs")))
-    done = verify(upstream, repo, 1)
-    assert (done.num_patches, done.num_files) == (3, 4)
 
 
 def test_one_tree_that_fails_does_not_hide_the_others(upstream):
