@@ -88,9 +88,7 @@ def computes_the_same(ranks: list[Computed], folder: Path, layout: str) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe"])
-def test_a_family_of_ours_moves_as_through_ours(
-    library: tuple[str, TreeWorker], directory: Any, name: str, layout: str, tmp_path: Path
-) -> None:
+def test_a_family_of_ours_moves_as_through_ours(library, directory, name, layout, tmp_path):
     bridge, worker = library
     folder, (ranks, more) = directory(name), LAYOUTS[layout]
     computed = worker.run(move_both_ways, ranks, bridge, folder, tmp_path, more, timeout_s=180)
@@ -110,9 +108,7 @@ def test_a_family_of_ours_moves_as_through_ours(
 
 
 @pytest.mark.parametrize("layout", ["1", "TP2"])
-def test_the_export_of_megatron_bridge_itself(
-    library: tuple[str, TreeWorker], directory: Any, layout: str
-) -> None:
+def test_the_export_of_megatron_bridge_itself(library, directory, layout):
     """Its own export knows Megatron's local layers as far as they have no experts."""
     bridge, worker = library
     if bridge == "mbridge":
@@ -125,9 +121,7 @@ def test_the_export_of_megatron_bridge_itself(
         assert differing(exported, want) == []
 
 
-def test_a_model_that_is_no_family_of_ours(
-    library: tuple[str, TreeWorker], directory: Any, tmp_path: Path
-) -> None:
+def test_a_model_that_is_no_family_of_ours(library, directory, tmp_path):
     """By hf.py, which takes the bridge that is installed: a directory, a checkpoint, and back."""
     bridge, worker = library
     folder, (ranks, more) = directory("qwen3"), LAYOUTS["TP2"]
@@ -146,9 +140,7 @@ def test_a_model_that_is_no_family_of_ours(
 
 
 @pytest.mark.parametrize("layout", ["1", "TP2"])
-def test_a_model_that_is_no_family_of_ours_computes_the_same(
-    library: tuple[str, TreeWorker], directory: Any, layout: str, tmp_path: Path
-) -> None:
+def test_a_model_that_is_no_family_of_ours_computes_the_same(library, directory, layout, tmp_path):
     _, worker = library
     folder, (ranks, more) = directory("qwen3"), LAYOUTS[layout]
     computed = worker.run(move_both_ways, ranks, "auto", folder, tmp_path, more, timeout_s=180)
@@ -183,9 +175,7 @@ OTHERS: list[dict[str, Any]] = [
 ]
 
 
-def test_config_json_of_another_model(
-    library: tuple[str, TreeWorker], directory: Any, tmp_path: Path
-) -> None:
+def test_config_json_of_another_model(library, directory, tmp_path):
     bridge, worker = library
     folder = directory("qwen3")
     others = [changed_copy(folder, tmp_path / str(n), **fields) for n, fields in enumerate(OTHERS)]
@@ -197,9 +187,7 @@ def test_config_json_of_another_model(
         assert name in message
 
 
-def test_what_a_bridge_does_not_know(
-    library: tuple[str, TreeWorker], directory: Any, tmp_path: Path
-) -> None:
+def test_what_a_bridge_does_not_know(library, directory, tmp_path):
     bridge, worker = library
     title = f"{bridge} {VERSIONS[bridge]}"
     make("qwen3_moe", dense := tmp_path / "dense")  # the layer in the middle has no experts
@@ -220,9 +208,7 @@ def test_what_a_bridge_does_not_know(
     assert f"--hf-bridge {absent}: {absent} is not installed" in said[0]
 
 
-def test_a_directory_with_other_tensors(
-    library: tuple[str, TreeWorker], directory: Any, tmp_path: Path
-) -> None:
+def test_a_directory_with_other_tensors(library, directory, tmp_path):
     bridge, worker = library
     folder, lost = directory("qwen3_moe"), "model.layers.2.mlp.experts.5.up_proj.weight"
     whole = tensors_of(folder)
@@ -247,9 +233,7 @@ def test_a_directory_with_other_tensors(
     assert f"values of {lost} are not finite" in said["nan"]
 
 
-def test_a_bridge_that_is_wrong_is_found(
-    library: tuple[str, TreeWorker], directory: Any, tmp_path: Path
-) -> None:
+def test_a_bridge_that_is_wrong_is_found(library, directory, tmp_path):
     bridge, worker = library
     out = tmp_path / "out"
     (said,) = worker.run(wrong_translations, 1, bridge, directory("qwen3_moe"), out, timeout_s=180)
@@ -286,9 +270,7 @@ def published_by(
     return found
 
 
-def test_a_training_publishes_through_a_bridge(
-    library: tuple[str, TreeWorker], policy: Policy, tmp_path: Path
-) -> None:
+def test_a_training_publishes_through_a_bridge(library, policy, tmp_path):
     bridge, worker = library
     kinds: dict[str, str | None] = {"own": None, "through": bridge}
     made = {}

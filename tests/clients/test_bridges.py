@@ -100,9 +100,7 @@ def measured(chunks: list[Any], data: Data, way: Any, want: Step) -> dict[str, A
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_model_of_the_library_replays(
-    library: tuple[str, TreeWorker], layout: str, recompute: str
-) -> None:
+def test_a_model_of_the_library_replays(library, layout, recompute):
     name, worker = library
     ranks = worker.run(in_a_layout, LAYOUTS[layout][0], name, layout, recompute, timeout_s=180)
     layers = list(range(1, LAYERS + 1))

@@ -59,9 +59,7 @@ def only_missing(rank: int, case_name: str) -> Passes:
 # -- ms-swift's own order of tokens
 
 
-def test_without_padding_free_ms_swift_replays_the_routes_of_other_tokens(
-    ms_swift: TreeWorker,
-) -> None:
+def test_without_padding_free_ms_swift_replays_the_routes_of_other_tokens(ms_swift):
     """ms-swift's own, pinned here: with upstream's class and with the import alike.
 
     Without `padding_free` a micro-batch is [B, S]; `set_router_replay_data` flattens its routes

@@ -15,7 +15,5 @@ def test_nemo_rl_replays(nemo_rl: TreeWorker, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["1", "full", "EP2", "PP2 full"])
-def test_without_the_import_nemo_rl_is_as_on_the_unpatched_tree(
-    nemo_rl: TreeWorker, nemo_rl_unpatched: TreeWorker, case: str
-) -> None:
+def test_without_the_import_nemo_rl_is_as_on_the_unpatched_tree(nemo_rl, nemo_rl_unpatched, case):
     check_off(nemo_rl, nemo_rl_unpatched, "nemo_rl", case)

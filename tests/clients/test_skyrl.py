@@ -20,9 +20,7 @@ def test_skyrl_replays(skyrl: TreeWorker, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["1", "full", "EP2", "PP2 full"])
-def test_without_the_import_skyrl_is_as_on_the_unpatched_tree(
-    skyrl: TreeWorker, skyrl_unpatched: TreeWorker, case: str
-) -> None:
+def test_without_the_import_skyrl_is_as_on_the_unpatched_tree(skyrl, skyrl_unpatched, case):
     check_off(skyrl, skyrl_unpatched, "skyrl", case)
 
 

@@ -36,9 +36,7 @@ def one_step(rank: int, layout: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("layout", ["1", "EP2", "CP2"])
-def test_a_step_is_that_of_verls_own_replay(
-    verl: TreeWorker, verl_alone: TreeWorker, layout: str
-) -> None:
+def test_a_step_is_that_of_verls_own_replay(verl, verl_alone, layout):
     number = LAYOUTS[layout][0]
     ours, theirs = (worker.run(one_step, number, layout) for worker in (verl, verl_alone))
     for our, their in zip(ours, theirs, strict=True):
@@ -68,9 +66,7 @@ def second_engine(rank: int) -> dict[str, Any]:
     return results
 
 
-def test_a_second_engine_in_the_process_takes_nothing_away(
-    verl: TreeWorker, verl_alone: TreeWorker
-) -> None:
+def test_a_second_engine_in_the_process_takes_nothing_away(verl, verl_alone):
     (ours,), (theirs,) = (worker.run(second_engine, 1) for worker in (verl, verl_alone))
     assert ours == {"first": (16, 0), "first, live": True, "second": (16, 0), "second, live": True}
     assert theirs["first"] == (16, 16)  # the control: verl's own forgets the first engine
@@ -94,9 +90,7 @@ def repeated_row(rank: int) -> dict[str, Any]:
     }
 
 
-def test_a_row_with_a_repeated_expert_is_live_once(
-    verl: TreeWorker, verl_alone: TreeWorker
-) -> None:
+def test_a_row_with_a_repeated_expert_is_live_once(verl, verl_alone):
     (ours,), (theirs,) = (worker.run(repeated_row, 1) for worker in (verl, verl_alone))
     assert ours == {
         "experts of that token": {2},

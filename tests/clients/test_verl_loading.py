@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 
-from proof.fidelity.rig.worker import TreeWorker
-
 ROOT = Path(__file__).parents[2]
 ADAPTER = "megatron_r3.frameworks.verl"
 
@@ -45,9 +43,7 @@ def loaded_by_verl(rank: int, path: str, setting: dict[str, str]) -> dict[str, A
 
 
 @pytest.mark.parametrize("version", ["0.8.0", "0.9.0", "0.9.1"])
-def test_verl_loads_the_adapter_itself(
-    patched: TreeWorker, verl_path: dict[str, str], version: str
-) -> None:
+def test_verl_loads_the_adapter_itself(patched, verl_path, version):
     """By the setting, and without the setting not, though the package is installed here."""
     assert not [one for one in entry_points(group="verl.plugins") if "megatron_r3" in one.value]
     for setting in ({}, {"VERL_USE_EXTERNAL_MODULES": ADAPTER}):
@@ -56,9 +52,7 @@ def test_verl_loads_the_adapter_itself(
         assert result == {"ours": bool(setting), "told": "not refused"}
 
 
-def test_on_an_unpatched_tree_the_engine_says_so(
-    unpatched: TreeWorker, verl_path: dict[str, str]
-) -> None:
+def test_on_an_unpatched_tree_the_engine_says_so(unpatched, verl_path):
     setting = {"VERL_USE_EXTERNAL_MODULES": ADAPTER}
     (result,) = unpatched.run(loaded_by_verl, 1, verl_path["0.9.1"], setting, timeout_s=180)
     assert "is not patched; run `megatron-r3 apply " in result["told"]

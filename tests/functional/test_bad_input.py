@@ -142,9 +142,7 @@ def test_a_wrong_shard(patched: TreeWorker, policy: Policy, tmp_path: Path) -> N
     refused_each(patched, given)
 
 
-def test_missing_rows_with_policy_error(
-    patched: TreeWorker, policy: Policy, tmp_path: Path
-) -> None:
+def test_missing_rows_with_policy_error(patched, policy, tmp_path):
     store = RolloutStore([policy.store])
     rollout = store.rollout(3)
     recorded = np.ones(rollout.routes.num_rows, bool)
@@ -230,9 +228,7 @@ def test_all_ranks_find_it_and_one_speaks(patched_tree: Path, policy: Policy) ->
 
 
 @pytest.mark.slow
-def test_an_unpatched_tree_is_named_before_megatron_reads_options(
-    megatron_tree: Path, policy: Policy
-) -> None:
+def test_an_unpatched_tree_is_named_before_megatron_reads_options(megatron_tree, policy):
     done = run_script(megatron_tree, policy.arguments("--moe-router-topk", "2"), processes=1)
     assert done.returncode == 1
     line = done.stderr.splitlines()[-2]
@@ -263,9 +259,7 @@ def test_a_store_of_another_policy(patched: TreeWorker, policy: Policy, tmp_path
     assert "elapsed time per iteration" not in trained[1]
 
 
-def test_rollouts_of_another_policy_on_request(
-    patched: TreeWorker, policy: Policy, tmp_path: Path
-) -> None:
+def test_rollouts_of_another_policy_on_request(patched, policy, tmp_path):
     store = of_another_policy(policy, tmp_path / "s")
     argv = policy.arguments("--rollouts-policy", "any", store=store)
     ended_well, printed = train_on(patched, argv, tmp_path / "logs", ranks=2)
@@ -273,9 +267,7 @@ def test_rollouts_of_another_policy_on_request(
     assert "routes dispatched as recorded: 1.0000" in printed
 
 
-def test_rollouts_without_replay_train_live_and_say_so_once(
-    patched: TreeWorker, policy: Policy, tmp_path: Path
-) -> None:
+def test_rollouts_without_replay_train_live_and_say_so_once(patched, policy, tmp_path):
     argv = [a for a in policy.arguments() if a != "--moe-router-replay"]
     ended_well, printed = train_on(patched, argv, tmp_path / "logs", ranks=2)
     assert ended_well, printed
@@ -310,9 +302,7 @@ def test_sampling_that_the_loss_does_not_know_is_refused_or_accepted_by_name(
     assert patched.run(parse_all, 1, taken) == [[""] * len(taken)]
 
 
-def test_what_a_user_should_know_is_said_at_the_start(
-    patched: TreeWorker, policy: Policy, tmp_path: Path
-) -> None:
+def test_what_a_user_should_know_is_said_at_the_start(patched, policy, tmp_path):
     known = changed_store(
         policy.store,
         tmp_path / "s",

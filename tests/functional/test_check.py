@@ -62,9 +62,7 @@ def test_apply_check_status_revert(tree: Path) -> None:
     assert contents(tree) == before
 
 
-def test_what_was_checked_is_recorded_until_a_file_changes(
-    tree: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_checked_is_recorded_until_a_file_changes(tree, capsys, monkeypatch):
     # the other three take minutes; make matrix runs them
     monkeypatch.setattr(check, "CHECKS", {name: check.CHECKS[name] for name in FEW})
     assert main(["apply", str(tree), "--unreleased"]) == 0
@@ -88,9 +86,7 @@ def test_what_was_checked_is_recorded_until_a_file_changes(
     assert "not checked" in capsys.readouterr().out
 
 
-def test_a_tree_on_which_the_patches_fit_and_do_not_work_fails(
-    tree: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tree_on_which_the_patches_fit_and_do_not_work_fails(tree, capsys):
     """Its router does not hand the hook on, so that nothing is recorded or replayed."""
     gating = "        logits = self.gating(input)\n"
     edit(tree / MOE / "router.py", gating, f"{gating}        self.router_replay = None\n")

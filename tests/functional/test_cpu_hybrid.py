@@ -87,9 +87,7 @@ def hybrid_and_gpt(rank: int, options: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("experts", "qk_layernorm"), [(8, False), (5, True)])
-def test_a_hybrid_model_is_the_gpt_of_its_layers(
-    unpatched: TreeWorker, experts: int, qk_layernorm: bool
-) -> None:
+def test_a_hybrid_model_is_the_gpt_of_its_layers(unpatched, experts, qk_layernorm):
     options = {"num_moe_experts": experts, "qk_layernorm": qk_layernorm}
     (got,) = unpatched.run(hybrid_and_gpt, 1, options)
     assert got["layers"] == got["routers"] == {2, 4}

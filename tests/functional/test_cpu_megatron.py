@@ -189,9 +189,7 @@ def index_builder(rank: int) -> str:
     return str(helpers_cpp.__file__)
 
 
-def test_the_index_builder_compiles_outside_of_the_tree(
-    worker: TreeWorker, megatron_tree: Path, tmp_path: Path
-) -> None:
+def test_the_index_builder_compiles_outside_of_the_tree(worker, megatron_tree, tmp_path):
     (file,) = worker.run(index_builder, 1, env={"XDG_CACHE_HOME": str(tmp_path)})
     assert tmp_path in Path(file).parents
     assert not list(megatron_tree.rglob("helpers_cpp*"))

@@ -39,9 +39,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_script_its_spawned_children_and_a_users_mistake(
-    megatron_tree: Path, tmp_path: Path
-) -> None:
+def test_a_script_its_spawned_children_and_a_users_mistake(megatron_tree, tmp_path):
     (tmp_path / "script.py").write_text(SPAWNING)
     repo = Path(device.__file__).parents[2]
     done = subprocess.run(

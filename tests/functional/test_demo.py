@@ -30,9 +30,7 @@ def processes_naming(text: str) -> list[str]:
     ("module", "number"),
     [("demo.run", signal.SIGINT), ("demo.run", signal.SIGTERM), ("demo.online", signal.SIGTERM)],
 )
-def test_stopping_a_demo(
-    patched_tree: Path, tmp_path: Path, module: str, number: signal.Signals
-) -> None:
+def test_stopping_a_demo(patched_tree, tmp_path, module, number):
     out = tmp_path / "demo"  # demo.online makes its policy there too, beside its own folder
     own = tmp_path / "online" if module == "demo.online" else out
     command = [sys.executable, "-m", module, "--megatron", str(patched_tree)]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,9 +41,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layer_and_pass_has_its_plan_and_trains_as_without(
-    patched: TreeWorker, policy: Policy, layout: str
-) -> None:
+def test_every_layer_and_pass_has_its_plan_and_trains_as_without(patched, policy, layout):
     ranks, more = LAYOUTS[layout]
     argv = policy.arguments(*more, "--train-iters", "2")
     microbatches, passes = 2 * 4 // ranks, 2 if "recompute" in layout else 1
@@ -112,9 +109,7 @@ PADDED = {
 
 
 @pytest.mark.parametrize("layout", slow_except(PADDED, "EP2, recomputed"))
-def test_padding_for_quantization_changes_sizes_alone(
-    patched: TreeWorker, policy: Policy, layout: str
-) -> None:
+def test_padding_for_quantization_changes_sizes_alone(patched, policy, layout):
     ranks, more = PADDED[layout]
     # with SGD and a rate of 1 a weight changes by its gradient
     more = [*more, "--optimizer", "sgd", "--lr", "1", "--moe-router-replay-verify-plan"]
@@ -139,9 +134,7 @@ def test_a_plan_without_the_padding_is_noticed(patched: TreeWorker, policy: Poli
         patched.run(train_with_padding, 2, checked, 8, True, timeout_s=120)
 
 
-def test_a_missing_row_on_one_rank_sends_all_ranks_the_ordinary_way(
-    patched: TreeWorker, policy: Policy, tmp_path: Path
-) -> None:
+def test_a_missing_row_on_one_rank_sends_all_ranks_the_ordinary_way(patched, policy, tmp_path):
     source = RolloutStore([policy.store])
     rollouts = [source.rollout(index) for index in range(len(source))]
     recorded = np.arange(rollouts[0].routes.num_rows) != 3
@@ -178,9 +171,7 @@ COMPARED = [f.name for f in fields(LayerSizes) if f.name not in ("guests", "load
 
 
 @pytest.mark.parametrize("field", slow_except(COMPARED, "tokens_per_expert"))
-def test_a_wrong_plan_is_named_by_the_check(
-    patched: TreeWorker, policy: Policy, field: str
-) -> None:
+def test_a_wrong_plan_is_named_by_the_check(patched, policy, field):
     argv = policy.arguments(*EP2, "--moe-router-replay-verify-plan")
     with pytest.raises(RankError, match=f"dispatch plan: layer 2, rank 1: {field} is"):
         patched.run(train_by_a_wrong_plan, 2, argv, field, timeout_s=120)

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from slow import slow_except
-from training import Policy, train
+from training import train
 
 from demo.task import SEQ_LENGTH
 from megatron_r3.data.store import RolloutStore
@@ -74,9 +74,7 @@ def logged(worker: TreeWorker, ranks: int, argv: list[str], log: Path) -> dict[s
 
 
 @pytest.mark.parametrize("layout", slow_except(LAYOUTS, "EP2 PP2"))
-def test_it_is_what_the_rollouts_say(
-    patched: TreeWorker, policy: Policy, tmp_path: Path, layout: str
-) -> None:
+def test_it_is_what_the_rollouts_say(patched, policy, tmp_path, layout):
     ranks, options, dp, ep = LAYOUTS[layout]
     argv = policy.arguments("--micro-batch-size", str(MICRO_BATCH), *options.split())
     got = logged(patched, ranks, argv, tmp_path / "log.jsonl")
@@ -86,9 +84,7 @@ def test_it_is_what_the_rollouts_say(
     assert got != pytest.approx(by_hand(RolloutStore([policy.store]), dp, ep, shift=1), rel=1e-12)
 
 
-def test_without_a_plan_nothing_is_logged(
-    patched: TreeWorker, policy: Policy, tmp_path: Path
-) -> None:
+def test_without_a_plan_nothing_is_logged(patched, policy, tmp_path):
     one = logged(patched, 1, policy.arguments(), tmp_path / "one.jsonl")
     assert one == {}  # one rank has all experts
     argv = policy.arguments("--expert-model-parallel-size", "2")

@@ -50,18 +50,14 @@ def test_the_table_has_no_name_twice() -> None:
     assert len({case.name for case in CASES}) == len(CASES)
 
 
-def test_a_case_that_megatron_refuses_is_a_failed_row(
-    table: Table, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_case_that_megatron_refuses_is_a_failed_row(table, capsys):
     (row,) = run([Case("bad", 1, "--moe-router-topk 9")], table)
     assert not passed(row)
     assert "bad" in capsys.readouterr().out
     assert "error" in row
 
 
-def test_a_wrong_reference_shows(
-    patched: TreeWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_reference_shows(patched, tmp_path, monkeypatch):
     """The table's own control: rollouts of another model than the one that is the reference."""
     other = MODELS["even"]
 

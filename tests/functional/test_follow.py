@@ -35,9 +35,7 @@ def sampling(folder: Path, info: StoreInfo, shards: list[list[Rollout]]) -> thre
 
 
 @pytest.mark.parametrize("workers", slow_except(["0", "1"], "0"))
-def test_a_store_that_grows_trains_as_the_whole_one(
-    patched: TreeWorker, policy: Policy, tmp_path: Path, workers: str
-) -> None:
+def test_a_store_that_grows_trains_as_the_whole_one(patched, policy, tmp_path, workers):
     info, shards = parts(policy)
     unstamped = replace(info, router_fingerprint=())
     for shard in shards:
@@ -61,9 +59,7 @@ def test_a_store_that_grows_trains_as_the_whole_one(
 
 
 @pytest.mark.parametrize("follow", slow_except([[], ["--rollouts-follow", "5"]], []))
-def test_an_interrupted_training_goes_on_at_the_next_rollout(
-    patched: TreeWorker, policy: Policy, tmp_path: Path, follow: list[str]
-) -> None:
+def test_an_interrupted_training_goes_on_at_the_next_rollout(patched, policy, tmp_path, follow):
     info, shards = parts(policy)
     for shard in shards:  # one policy, so one version
         write_shard(tmp_path / "store", info, [replace(r, policy_version=0) for r in shard])
@@ -98,9 +94,7 @@ def test_what_never_comes_and_what_is_foreign_end_the_training_with_a_reason(
 
 
 @pytest.mark.slow
-def test_a_policy_is_checked_when_its_first_rollout_is_used(
-    patched: TreeWorker, policy: Policy, tmp_path: Path
-) -> None:
+def test_a_policy_is_checked_when_its_first_rollout_is_used(patched, policy, tmp_path):
     info, shards = parts(policy)
     write_shard(tmp_path / "s", info, shards[0])
     foreign = replace(info, router_fingerprint=("0" * 16,) * len(info.moe_layers))

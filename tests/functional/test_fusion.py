@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
-from training import Policy, train
+from training import train
 
 from demo.report import measured
 from megatron_r3.replay.active import MicrobatchRoutes, recording, replaying
@@ -189,9 +188,7 @@ def test_a_replayed_layer_does_not_ask_transformer_engine(patched: TreeWorker) -
     assert asked == [True] * 4 + [False] * 4
 
 
-def test_a_training_without_a_gpu_falls_back(
-    patched: TreeWorker, policy: Policy, tmp_path: Path
-) -> None:
+def test_a_training_without_a_gpu_falls_back(patched, policy, tmp_path):
     for name, more in {"unfused": [], "fused": ["--moe-router-fusion"]}.items():
         events = ["--tensorboard-dir", str(tmp_path / name)]
         patched.run(train, 1, [*policy.arguments(*more), *events], timeout_s=240)

@@ -30,9 +30,7 @@ def r3_alone(megatron_tree: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 @pytest.mark.slow
-def test_it_trains_as_a_tree_with_all_groups(
-    r3_alone: TreeWorker, patched: TreeWorker, policy: Policy, tmp_path: Path
-) -> None:
+def test_it_trains_as_a_tree_with_all_groups(r3_alone, patched, policy, tmp_path):
     argv = steps_on(policy, stores(policy, tmp_path, mixed=False), 2, *EP2)
     ours, whole = (tree.run(train, 2, argv, timeout_s=240) for tree in (r3_alone, patched))
     assert same(ours, whole)

@@ -123,9 +123,7 @@ def test_a_gradient_that_is_not_finite_names_its_parameter_and_the_rollouts(
     assert not (tmp_path / "s" / "latest_checkpointed_iteration.txt").exists()
 
 
-def test_a_rank_that_found_nothing_ends_with_the_one_that_did(
-    patched: TreeWorker, policy: Policy, tmp_path: Path
-) -> None:
+def test_a_rank_that_found_nothing_ends_with_the_one_that_did(patched, policy, tmp_path):
     argv = saves(policy, tmp_path / "s", *PP2)
     assert patched.run(ends, 2, argv, timeout_s=60) == [1, 1]
 
@@ -153,9 +151,7 @@ def other_digest(rank: int, argv: list[str]) -> None:
     train(rank, argv)
 
 
-def test_ranks_that_do_not_see_the_same_shards_end_before_an_update(
-    patched: TreeWorker, policy: Policy, tmp_path: Path
-) -> None:
+def test_ranks_that_do_not_see_the_same_shards_end_before_an_update(patched, policy, tmp_path):
     """One rank tells the others what there is, so this cannot be; if it were, it would be seen."""
     saved = ["--save", str(tmp_path / "saved"), "--save-interval", "1"]
     argv = steps_on(policy, policy.store, 2, *saved, "--expert-model-parallel-size", "2")
@@ -174,9 +170,7 @@ def other_folders(rank: int, argv: list[str], folder: str) -> None:
     train(rank, argv)
 
 
-def test_a_rank_that_has_another_shard_ends_before_an_update(
-    patched: TreeWorker, policy: Policy, tmp_path: Path
-) -> None:
+def test_a_rank_that_has_another_shard_ends_before_an_update(patched, policy, tmp_path):
     info, shards = parts(policy)
     plain = replace(info, router_fingerprint=())
     for node, order in (("node0", (0, 1, 2)), ("node1", (0, 2, 1))):
@@ -196,16 +190,12 @@ def test_a_rank_that_has_another_shard_ends_before_an_update(
     assert (tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text() == "1"
 
 
-def test_the_same_training_without_poison_saves(
-    patched: TreeWorker, policy: Policy, tmp_path: Path
-) -> None:
+def test_the_same_training_without_poison_saves(patched, policy, tmp_path):
     patched.run(poisoned, 1, saves(policy, tmp_path / "s"), "nothing", timeout_s=120)
     assert (tmp_path / "s" / "latest_checkpointed_iteration.txt").read_text() == "1"
 
 
-def test_log_probs_at_the_bound_of_a_store_train_to_finite_weights(
-    patched: TreeWorker, policy: Policy, tmp_path: Path
-) -> None:
+def test_log_probs_at_the_bound_of_a_store_train_to_finite_weights(patched, policy, tmp_path):
     store = RolloutStore([policy.store])
     rollouts = [store.rollout(index) for index in range(len(store))]
     lowest = [

@@ -57,9 +57,7 @@ def skewed_rollout(rollout: Rollout) -> Rollout:
 
 
 @pytest.mark.parametrize("name", slow_except(CASES, "grouped experts, full recompute"))
-def test_gradients_are_those_without_guests(
-    patched: TreeWorker, store: Path, tmp_path: Path, name: str
-) -> None:
+def test_gradients_are_those_without_guests(patched, store, tmp_path, name):
     argv = on(store, "--clip-grad", "0", "--moe-router-replay-verify-plan", *CASES[name].split())
     found, logs = {}, {}
     for way, options in {"plain": "", "empty": NO_GUEST, "guests": GUESTS}.items():

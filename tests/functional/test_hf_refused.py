@@ -33,9 +33,7 @@ def refused_in_two(rank: int, argv: list[str]) -> str | int:
     return ended.value.code
 
 
-def test_an_export_in_two_processes_that_is_refused(
-    patched: TreeWorker, policy: Policy, tmp_path: Path
-) -> None:
+def test_an_export_in_two_processes_that_is_refused(patched, policy, tmp_path):
     argv = [*ONE, "--hf-export", str(tmp_path / "hf"), "--load", str(policy.checkpoint), *EP2]
     argv += ["--moe-router-topk", "2", "--finetune"]
     line, code = patched.run(refused_in_two, 2, arguments(argv), timeout_s=120)
@@ -109,9 +107,7 @@ def test_an_export_without_a_checkpoint_writes_nothing(patched: TreeWorker, tmp_
         (["--ckpt-step", "7"], ("cannot be loaded into this model", "iter_0000007")),
     ],
 )
-def test_an_export_with_arguments_of_another_model(
-    patched: TreeWorker, policy: Policy, tmp_path: Path, other: list[str], words: tuple[str, ...]
-) -> None:
+def test_an_export_with_arguments_of_another_model(patched, policy, tmp_path, other, words):
     load = ["--load", str(policy.checkpoint), *other]
     refuses_export(patched, tmp_path, load, str(policy.checkpoint), *words)
 
@@ -183,9 +179,7 @@ def differences(
     return found
 
 
-def test_an_export_that_forgets_an_argument(
-    patched: TreeWorker, torch_checkpoint: Path, tmp_path: Path
-) -> None:
+def test_an_export_that_forgets_an_argument(patched, torch_checkpoint, tmp_path):
     shutil.copytree(torch_checkpoint, tmp_path / "changed")
     patched.run(trained_with, 1, tmp_path / "changed", "rotary_percent", 0.5)
     said = "it has rotary_percent 0.5, the arguments say 1.0: give the checkpoint's values"
@@ -210,17 +204,13 @@ def changed_metadata(source: Path, target: Path, old: str, new: str = "") -> lis
 NORM = "decoder.final_layernorm.weight"
 
 
-def test_an_export_of_a_distributed_checkpoint_that_lacks_a_tensor(
-    patched: TreeWorker, policy: Policy, tmp_path: Path
-) -> None:
+def test_an_export_of_a_distributed_checkpoint_that_lacks_a_tensor(patched, policy, tmp_path):
     load = changed_metadata(policy.checkpoint, tmp_path / "changed", NORM)
     load += ["--dist-ckpt-strictness", "ignore_all"]
     refuses_export(patched, tmp_path, load, f"it has no {NORM} (tensors that it lacks: 1)")
 
 
-def test_an_export_of_a_distributed_checkpoint_with_another_tensor(
-    patched: TreeWorker, policy: Policy, tmp_path: Path
-) -> None:
+def test_an_export_of_a_distributed_checkpoint_with_another_tensor(patched, policy, tmp_path):
     bias = "decoder.layers.self_attention.linear_proj.bias"
     load = changed_metadata(policy.checkpoint, tmp_path / "changed", NORM, bias)
     refuses_export(patched, tmp_path, load, f"no place for its {bias}")
@@ -252,9 +242,7 @@ def test_an_export_of_a_checkpoint_in_one_file_that_is_not_the_models(
     refuses_export(patched, tmp_path, load, CHANGES[change][1])
 
 
-def test_an_export_does_not_write_over_another(
-    patched: TreeWorker, policy: Policy, tmp_path: Path
-) -> None:
+def test_an_export_does_not_write_over_another(patched, policy, tmp_path):
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "mine").write_text("mine")
     out = [*ONE, "--hf-export", str(tmp_path / "hf"), "--load", str(policy.checkpoint)]
@@ -274,9 +262,7 @@ def umask() -> int:
     return now
 
 
-def test_an_export_and_an_import_on_a_full_disk(
-    patched: TreeWorker, policy: Policy, tmp_path: Path
-) -> None:
+def test_an_export_and_an_import_on_a_full_disk(patched, policy, tmp_path):
     """A limit on the size of a file fails a write where a full disk does."""
     load = ["--load", str(policy.checkpoint)]
     line = refuses_export(patched, tmp_path, load, "nothing is left there", most_bytes=1 << 18)
@@ -287,9 +273,7 @@ def test_an_export_and_an_import_on_a_full_disk(
     assert not list(save.rglob("*"))
 
 
-def test_an_import_without_a_place_for_it(
-    patched: TreeWorker, policy: Policy, tmp_path: Path
-) -> None:
+def test_an_import_without_a_place_for_it(patched, policy, tmp_path):
     refuses_import(patched, policy.hf, [], "--hf-import needs --save DIR")
     (tmp_path / "file").write_text("")
     below = ["--save", str(tmp_path / "file" / "checkpoint")]
@@ -350,9 +334,7 @@ IMPORTS = {
 }
 
 
-def test_an_import_of_what_is_not_this_model(
-    patched: TreeWorker, policy: Policy, tmp_path: Path
-) -> None:
+def test_an_import_of_what_is_not_this_model(patched, policy, tmp_path):
     """By the script once; all others are read into one model, which stays as it was."""
     folders = {}
     for name, (edit, _) in IMPORTS.items():

@@ -213,9 +213,7 @@ def mask_of_the_model(rank: int, option: bool, masked: bool) -> dict[str, bool]:
 
 
 @pytest.mark.parametrize("option", [False, True])
-def test_a_mask_of_the_model_keeps_padding_out_of_the_expert_bias(
-    patched: TreeWorker, option: bool
-) -> None:
+def test_a_mask_of_the_model_keeps_padding_out_of_the_expert_bias(patched, option):
     names = ["live", "replayed"] if option else ["live"]
     (same,) = patched.run(mask_of_the_model, 1, option, True)
     assert same == dict.fromkeys(names, True)

@@ -89,9 +89,7 @@ def test_a_patch_that_changes_something_when_off_is_caught(faulty: Checked) -> N
     assert "1 process: other weights" in detail
 
 
-def test_a_layout_that_trains_nothing_is_caught(
-    faulty: Checked, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layout_that_trains_nothing_is_caught(faulty, monkeypatch):
     monkeypatch.setattr(line_checks, "LAYOUTS_OFF", {"standstill": (1, "--lr 0 --min-lr 0")})
     monkeypatch.setattr(faulty, "patched", faulty.unpatched)  # the same weights before it, too
     assert CHECKS["off"](faulty) == (

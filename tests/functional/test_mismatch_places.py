@@ -187,9 +187,7 @@ def mismatch(
 
 
 @pytest.mark.parametrize("layout", slow_except(["PP2", "packs, CP2"], "PP2"))
-def test_every_share_is_that_counted_by_hand(
-    patched: TreeWorker, policy: Policy, prepared: Prepared, tmp_path: Path, layout: str
-) -> None:
+def test_every_share_is_that_counted_by_hand(patched, policy, prepared, tmp_path, layout):
     argv = without_replay(argv_of(policy, prepared.store, len(prepared.rollouts)))
     got = mismatch(patched, layout, argv, prepared.store, tmp_path / "log.jsonl")
     assert got.pop("router mismatch/alarms") >= 0

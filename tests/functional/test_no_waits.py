@@ -16,9 +16,7 @@ import pytest
 import torch
 from slow import slow_except
 from torch.utils._python_dispatch import TorchDispatchMode
-from training import Policy, train
-
-from proof.fidelity.rig.worker import TreeWorker
+from training import train
 
 READS = ["item", "tolist", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__"]
 QUIET = ["--train-iters", "6", "--log-interval", "6", "--moe-router-replay-log-mismatch-interval"]
@@ -109,9 +107,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", slow_except(LAYOUTS, "EP2"))
-def test_a_replayed_step_reads_back_once_before_its_update(
-    patched: TreeWorker, policy: Policy, layout: str
-) -> None:
+def test_a_replayed_step_reads_back_once_before_its_update(patched, policy, layout):
     ranks, more = LAYOUTS[layout]
     argv = [a for a in policy.arguments(*more, *QUIET, "6") if "verify-dispatch" not in a]
     argv += ["--max-position-embeddings", "64"]

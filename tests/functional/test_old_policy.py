@@ -66,9 +66,7 @@ def on_response(seen: Seen, name: str) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("layout", slow_except(LAYOUTS, "TP2 SP"))
-def test_the_old_policy_is_the_trainer_before_the_first_update(
-    patched: TreeWorker, policy: Policy, tmp_path: Path, layout: str
-) -> None:
+def test_the_old_policy_is_the_trainer_before_the_first_update(patched, policy, tmp_path, layout):
     ranks, more = LAYOUTS[layout]
     argv = steps_on(policy, stores(policy, tmp_path, mixed=True), 4, *TWO, *more)
     for seen in patched.run(watched, ranks, argv, timeout_s=240):
@@ -124,9 +122,7 @@ def interrupted(
     return Interrupted(folder / "store", folder / "saved", *whole)
 
 
-def test_a_training_goes_on_in_the_middle_of_a_collection(
-    patched: TreeWorker, policy: Policy, interrupted: Interrupted, tmp_path: Path
-) -> None:
+def test_a_training_goes_on_in_the_middle_of_a_collection(patched, policy, interrupted, tmp_path):
     saved = shutil.copytree(interrupted.saved, tmp_path / "saved")
     argv = resumed(policy, interrupted.store, saved, *FOUR)
     assert same([interrupted.weights], patched.run(train, 1, argv, timeout_s=120))
@@ -134,9 +130,7 @@ def test_a_training_goes_on_in_the_middle_of_a_collection(
     assert "checkpoint was saved in the middle of a collection" in fails(patched, argv)
 
 
-def test_other_ranks_read_what_one_rank_wrote(
-    patched: TreeWorker, policy: Policy, interrupted: Interrupted
-) -> None:
+def test_other_ranks_read_what_one_rank_wrote(patched, policy, interrupted):
     argv = resumed(policy, interrupted.store, interrupted.saved, *FOUR)
     ranks, more = LAYOUTS["PP2 VPP2"]
     results = patched.run(watched, ranks, [*argv, *more], timeout_s=120)
@@ -166,9 +160,7 @@ RECOMPUTES = {"full": FULL, "block": BLOCK, "moe": MOE}
         slow("moe", "rollout"),
     ],
 )
-def test_a_recompute_does_not_move_the_ratio(
-    patched: TreeWorker, policy: Policy, tmp_path: Path, recompute: str, source: str
-) -> None:
+def test_a_recompute_does_not_move_the_ratio(patched, policy, tmp_path, recompute, source):
     argv = steps_on(policy, stores(policy, tmp_path, mixed=True), 2, *TWO, *RECOMPUTES[recompute])
     argv += ["--moe-router-replay-source", source]
     (seen,) = patched.run(watched, 1, argv, timeout_s=120)

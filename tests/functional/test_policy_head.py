@@ -90,9 +90,7 @@ def expected(logits_BSV: torch.Tensor, kept: dict[int, list[int]]) -> Any:
 
 
 @pytest.mark.parametrize("sizes", [{}, SEVERAL], ids=["1", "TP2"])
-def test_the_loss_is_that_of_the_samplers_distribution(
-    patched: TreeWorker, sizes: dict[str, int]
-) -> None:
+def test_the_loss_is_that_of_the_samplers_distribution(patched, sizes):
     ranks = patched.run(run, 2 if sizes else 1, sizes)
     logits = torch.cat([result["logits"] for result in ranks], -1)
     losses, entropies = expected(logits, labels_and_kept()[1])

@@ -87,9 +87,7 @@ def test_the_probe_is_what_transformers_computes(alone: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", slow_except(LAYOUTS, "TP2", "PP2xEP2"))
-def test_every_layout_publishes_the_same_policy(
-    patched: TreeWorker, policy: Policy, tmp_path: Path, alone: Path, layout: str
-) -> None:
+def test_every_layout_publishes_the_same_policy(patched, policy, tmp_path, alone, layout):
     ranks, more = LAYOUTS[layout]
     store = stores(policy, tmp_path, mixed=True)
     argv = steps_on(policy, store, 1, *publishes(policy, tmp_path), *more)
@@ -104,9 +102,7 @@ def test_every_layout_publishes_the_same_policy(
 
 
 @pytest.mark.slow
-def test_a_resumed_training_compares_with_what_it_published(
-    patched: TreeWorker, policy: Policy, tmp_path: Path
-) -> None:
+def test_a_resumed_training_compares_with_what_it_published(patched, policy, tmp_path):
     store = stores(policy, tmp_path, mixed=True)
     options = publishes(policy, tmp_path)
     saved = ["--save", str(tmp_path / "saved"), "--save-interval", "2"]
@@ -181,9 +177,7 @@ REFUSED = {
 }
 
 
-def test_options_that_do_not_go_together(
-    patched: TreeWorker, policy: Policy, tmp_path: Path
-) -> None:
+def test_options_that_do_not_go_together(patched, policy, tmp_path):
     argv = steps_on(policy, stores(policy, tmp_path), 1, *publishes(policy, tmp_path))
     (said,) = patched.run(parse_all, 1, [[*argv, *more] for more in REFUSED.values()])
     for words, text in zip(REFUSED, said, strict=True):
@@ -197,9 +191,7 @@ def test_options_that_do_not_go_together(
         (["--rotary-seq-len-interpolation-factor", "2"], "no rotary_seq_len_interpolation_factor"),
     ],
 )
-def test_a_live_training_whose_model_no_sampler_has(
-    patched: TreeWorker, policy: Policy, tmp_path: Path, more: list[str], words: str
-) -> None:
+def test_a_live_training_whose_model_no_sampler_has(patched, policy, tmp_path, more, words):
     """Nothing is published. Without these options the tests above publish the model."""
     argv = steps_on(policy, stores(policy, tmp_path), 1, *publishes(policy, tmp_path), *more)
     argv = [option for option in argv if not option.startswith("--moe-router-replay-verify")]

@@ -21,7 +21,7 @@ from publish_layouts import (
     write_other_model,
 )
 from safetensors.torch import load_file, save_file
-from training import Policy, export
+from training import export
 
 from demo.model import arguments
 from proof.fidelity.rig.worker import TreeWorker
@@ -48,9 +48,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout_writes_and_reads_the_same_policy(
-    patched: TreeWorker, once: Once, tmp_path: Path, name: str
-) -> None:
+def test_every_layout_writes_and_reads_the_same_policy(patched, once, tmp_path, name):
     """With a dense first layer, for which Megatron has the layers' numbers in the keys."""
     checkpoint, policy = _saved(patched, once, "publish-dense", DENSE)
     ranks, sizes = LAYOUTS[name]
@@ -99,9 +97,7 @@ def test_a_write_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_killed_writer_left_is_removed(
-    patched: TreeWorker, saved: Saved, tmp_path: Path
-) -> None:
+def test_what_a_killed_writer_left_is_removed(patched, saved, tmp_path):
     left = tmp_path / ".out.part"
     left.mkdir()
     (left / "model-00001-of-00006.safetensors").write_text("half")
@@ -110,9 +106,7 @@ def test_what_a_killed_writer_left_is_removed(
     assert files(tmp_path / "out") == files(saved[1])
 
 
-def test_a_read_that_fails_on_one_rank_changes_nothing_on_any(
-    patched: TreeWorker, saved: Saved, tmp_path: Path
-) -> None:
+def test_a_read_that_fails_on_one_rank_changes_nothing_on_any(patched, saved, tmp_path):
     changed = tmp_path / "changed"
     shutil.copytree(saved[1], changed)
     file = changed / "model-00005-of-00006.safetensors"
@@ -133,17 +127,13 @@ def test_a_read_that_fails_on_one_rank_changes_nothing_on_any(
         ("fsdp", "the model is wrapped in FSDPGPTModel"),
     ],
 )
-def test_a_model_that_cannot_be_moved_is_refused(
-    patched: TreeWorker, tmp_path: Path, kind: str, words: str
-) -> None:
+def test_a_model_that_cannot_be_moved_is_refused(patched, tmp_path, kind, words):
     (said,) = patched.run(write_other_model, 1, kind, tmp_path / "out")
     assert words in said
     assert not list(tmp_path.iterdir())
 
 
-def test_the_config_of_another_model_is_refused(
-    patched: TreeWorker, saved: Saved, tmp_path: Path
-) -> None:
+def test_the_config_of_another_model_is_refused(patched, saved, tmp_path):
     shutil.copytree(saved[1], tmp_path / "like")
     assert patched.run(write_like, 1, saved[1], tmp_path / "like", tmp_path / "out") == [""]
     assert files(tmp_path / "out") == files(saved[1])
@@ -161,9 +151,7 @@ SHORT += ["--lr", "1e-2", "--save-interval", "1000"]
 PP2XEP2 = ["--pipeline-model-parallel-size", "2", "--expert-model-parallel-size", "2"]
 
 
-def test_a_training_publishes_what_its_checkpoint_exports(
-    patched: TreeWorker, policy: Policy, tmp_path: Path
-) -> None:
+def test_a_training_publishes_what_its_checkpoint_exports(patched, policy, tmp_path):
     """In bfloat16, wrapped for data parallelism, on four ranks; exported in one process."""
     like = tmp_path / "like"
     shutil.copytree(policy.hf, like)
@@ -183,9 +171,7 @@ def test_a_training_publishes_what_its_checkpoint_exports(
 
 
 @pytest.mark.slow
-def test_updates_that_ranks_have_not_taken_from_each_other_yet(
-    patched: TreeWorker, tmp_path: Path
-) -> None:
+def test_updates_that_ranks_have_not_taken_from_each_other_yet(patched, tmp_path):
     argv = arguments(SHORT, ["--train-iters", "3", "--use-distributed-optimizer"])
     overlap = ["--overlap-grad-reduce", "--overlap-param-gather"]
     runs: list[tuple[str, list[str], bool]] = [

@@ -83,9 +83,7 @@ def off(one: list[dict[str, torch.Tensor]], other: list[dict[str, torch.Tensor]]
     return float((difference / sum(float(y.square().sum()) for _, y in pairs)) ** 0.5)
 
 
-def test_a_resumed_training_has_the_same_reference(
-    patched: TreeWorker, policy: Policy, tmp_path: Path
-) -> None:
+def test_a_resumed_training_has_the_same_reference(patched, policy, tmp_path):
     store = stores(policy, tmp_path, mixed=True)
     more = [*reference(policy.hf, 0.5), "--rollouts-log", str(tmp_path / "log.jsonl")]
     whole = patched.run(train, 1, steps_on(policy, store, 4, *more), timeout_s=120)
@@ -112,9 +110,7 @@ def notices(rank: int, argv: list[str]) -> str:
     return printed.getvalue()
 
 
-def test_a_reference_of_another_shape_is_refused(
-    patched: TreeWorker, policy: Policy, tmp_path: Path
-) -> None:
+def test_a_reference_of_another_shape_is_refused(patched, policy, tmp_path):
     for folder in (policy.checkpoint, policy.hf):
         argv = steps_on(policy, stores(policy, tmp_path / folder.name), 1, *reference(folder, 1))
         argv += ["--moe-ffn-hidden-size", "24", "--rollouts-policy", "any"]

@@ -41,9 +41,7 @@ def interrupted(half_trained: Path, tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path / "store", tmp_path / "saved"
 
 
-def test_the_same_store_goes_on_wherever_it_lies_now(
-    patched: TreeWorker, policy: Policy, tmp_path: Path, interrupted: tuple[Path, Path]
-) -> None:
+def test_the_same_store_goes_on_wherever_it_lies_now(patched, policy, tmp_path, interrupted):
     store, saved = interrupted
     want = patched.run(train, 1, steps_on(policy, store, 4), timeout_s=120)
     moved = store.rename(tmp_path / "moved")
@@ -52,9 +50,7 @@ def test_the_same_store_goes_on_wherever_it_lies_now(
     assert not same(want, patched.run(train, 1, [*again, "--train-iters", "2"], timeout_s=120))
 
 
-def test_a_store_that_lost_or_changed_a_shard_is_refused(
-    patched: TreeWorker, policy: Policy, interrupted: tuple[Path, Path]
-) -> None:
+def test_a_store_that_lost_or_changed_a_shard_is_refused(patched, policy, interrupted):
     store, saved = interrupted
     argv = resumed(policy, store, saved)
     last = store / "shard-00003.safetensors"
@@ -114,9 +110,7 @@ def test_a_policy_that_was_trained_on_before_is_refused_where_routers_say_nothin
     patched.run(train, 1, fresh, timeout_s=120)
 
 
-def test_samples_in_another_order_are_refused(
-    patched: TreeWorker, policy: Policy, interrupted: tuple[Path, Path]
-) -> None:
+def test_samples_in_another_order_are_refused(patched, policy, interrupted):
     store, saved = interrupted
     packed = ["--rollouts-pack", "--micro-batch-size", "1"]
     told = fails(patched, resumed(policy, store, saved, *packed))
@@ -124,9 +118,7 @@ def test_samples_in_another_order_are_refused(
 
 
 @pytest.mark.slow
-def test_a_store_that_grew_goes_on_within_its_first_epoch_only(
-    patched: TreeWorker, policy: Policy, tmp_path: Path
-) -> None:
+def test_a_store_that_grew_goes_on_within_its_first_epoch_only(patched, policy, tmp_path):
     info, shards = parts(policy)
     plain = replace(info, router_fingerprint=())
     for shard in shards[:2]:
@@ -142,9 +134,7 @@ def test_a_store_that_grew_goes_on_within_its_first_epoch_only(
     assert "the store has grown since the checkpoint" in told
 
 
-def test_a_training_without_rollouts_before_begins_at_the_first(
-    patched: TreeWorker, policy: Policy, tmp_path: Path
-) -> None:
+def test_a_training_without_rollouts_before_begins_at_the_first(patched, policy, tmp_path):
     """The policy's own checkpoint was made by ordinary training, which consumed samples."""
     argv = steps_on(policy, policy.store, 61)  # it was saved after 60
     argv.remove("--finetune")

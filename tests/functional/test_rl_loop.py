@@ -117,9 +117,7 @@ def test_old_pass_and_update_take_the_given_experts(alone: list[Seen]) -> None:
     assert loss_of(alone)["lm loss"] != 0
 
 
-def test_the_reference_pass_is_live(
-    patched: TreeWorker, base: list[str], alone: list[Seen]
-) -> None:
+def test_the_reference_pass_is_live(patched, base, alone):
     (off,) = run(patched, base)
     old, reference = alone[0].logprobs
     assert off.dispatched == {}
@@ -129,9 +127,7 @@ def test_the_reference_pass_is_live(
 
 @pytest.mark.parametrize("packed", [[], PACKED], ids=["unpacked", "packed"])
 @pytest.mark.parametrize("layout", ["one", *LAYOUTS])
-def test_layouts_have_the_loss_and_gradients_of_one_process(
-    patched: TreeWorker, base: list[str], alone: list[Seen], layout: str, packed: list[str]
-) -> None:
+def test_layouts_have_the_loss_and_gradients_of_one_process(patched, base, alone, layout, packed):
     argv = [*base, *REPLAY, *packed, *LAYOUTS.get(layout, "").split()]
     ranks = 2 if layout in LAYOUTS and layout not in RANKS else 1
     seen = run(patched, argv, ranks=ranks)
@@ -148,9 +144,7 @@ def test_layouts_have_the_loss_and_gradients_of_one_process(
         assert all(matched < total for matched, total in dispatched(wrong).values()), how
 
 
-def test_fillers_and_turns_without_routes(
-    patched: TreeWorker, base: list[str], tmp_path: Path
-) -> None:
+def test_fillers_and_turns_without_routes(patched, base, tmp_path):
     """15 turns on two ranks need one filler. The turns of two rollouts are live."""
     argv = [*base, *REPLAY]
     seen = patched.run(
@@ -164,9 +158,7 @@ def test_fillers_and_turns_without_routes(
         run(patched, argv, "", 8)
 
 
-def test_a_conversation_takes_the_routes_of_its_requests(
-    patched: TreeWorker, base: list[str], tmp_path: Path
-) -> None:
+def test_a_conversation_takes_the_routes_of_its_requests(patched, base, tmp_path):
     """On main a rollout whose second turn begins with the first one is one sequence."""
     argv = [*base, *REPLAY, *PACKED]
     given = (str(patched.tree), argv, "", 0, 0, True)
@@ -190,9 +182,7 @@ def test_several_updates_replay_one_collection(patched: TreeWorker, base: list[s
     assert seen.losses[1]["rl/pi_over_pi_old"] != 1
 
 
-def test_a_collection_becomes_a_shard(
-    patched: TreeWorker, base: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_collection_becomes_a_shard(patched, base, tmp_path, capsys):
     store = tmp_path / "store"
     run(patched, [*base, *REPLAY, "--rl-write-rollouts", str(store)], ranks=2)
     assert main(["rollouts", "verify", str(store)]) == 0
@@ -213,9 +203,7 @@ def test_a_collection_becomes_a_shard(
 
 
 @pytest.mark.parametrize("more", [[], PACKED, ["--bf16"]], ids=["unpacked", "packed", "bf16"])
-def test_off_two_steps_are_those_of_the_unpatched_tree(
-    patched: TreeWorker, unpatched: TreeWorker, tokenizer: list[str], more: list[str]
-) -> None:
+def test_off_two_steps_are_those_of_the_unpatched_tree(patched, unpatched, tokenizer, more):
     argv = [*CPU_ARGS, *rl_loop.MODEL, *tokenizer, "--train-iters", "2", *more]
     (ours,), (theirs,) = (run(worker, argv) for worker in (patched, unpatched))
     assert ours.losses == theirs.losses

@@ -27,9 +27,7 @@ def told(patched: TreeWorker, argv: list[str]) -> str:
 
 
 @pytest.mark.parametrize("layout", slow_except([PP2, EP2], EP2))
-def test_a_training_is_the_same_whenever_its_store_is_checked(
-    patched: TreeWorker, policy: Policy, tmp_path: Path, layout: tuple[str, ...]
-) -> None:
+def test_a_training_is_the_same_whenever_its_store_is_checked(patched, policy, tmp_path, layout):
     store = stores(policy, tmp_path, mixed=True)
     want = patched.run(train, 2, steps_on(policy, store, 3, *layout), timeout_s=120)
     got = patched.run(train, 2, steps_on(policy, store, 3, *layout, *READS), timeout_s=120)

@@ -78,9 +78,7 @@ def in_a_layout(rank: int, layout: str, recompute: str) -> dict[str, Any]:
     ("layout", "recompute"),
     [*((layout, "full") for layout in LAYOUTS), ("1", "none"), ("EP2", "moe")],
 )
-def test_every_layout_replays_as_one_process_does(
-    patched: TreeWorker, layout: str, recompute: str
-) -> None:
+def test_every_layout_replays_as_one_process_does(patched, layout, recompute):
     want = reference_of(patched)
     ranks = patched.run(in_a_layout, LAYOUTS[layout][0], layout, recompute)
     passes_of_a_rank = 4 * 4 // (2 if "PP" in layout else 1)  # layers, micro-batches
@@ -150,8 +148,6 @@ def record_and_replay(rank: int, layout: str, recompute: str) -> dict[str, bool]
 
 
 @pytest.mark.parametrize(("layout", "recompute"), [("TP2 SP", "full"), slow("PP2 VPP2", "moe")])
-def test_what_was_recorded_replays_to_the_bit(
-    patched: TreeWorker, layout: str, recompute: str
-) -> None:
+def test_what_was_recorded_replays_to_the_bit(patched, layout, recompute):
     for results in patched.run(record_and_replay, LAYOUTS[layout][0], layout, recompute):
         assert all(results.values()), results

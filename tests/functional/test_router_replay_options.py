@@ -64,9 +64,7 @@ def bad_rows(rank: int, recompute: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_row_that_is_no_route_is_live_once_and_in_its_layer(
-    patched: TreeWorker, recompute: bool
-) -> None:
+def test_a_row_that_is_no_route_is_live_once_and_in_its_layer(patched, recompute):
     (claims,) = patched.run(bad_rows, 1, recompute)
     assert all(claims.values()), claims
 

@@ -64,9 +64,7 @@ def test_log_probs_agree_with_the_sampler(patched: TreeWorker, cut: Policy, layo
     assert found.max() < 1e-5
 
 
-def test_without_what_was_kept_they_do_not(
-    patched: TreeWorker, cut: Policy, tmp_path: Path
-) -> None:
+def test_without_what_was_kept_they_do_not(patched, cut, tmp_path):
     store = RolloutStore([cut.store])
     rollouts = [replace(store.rollout(i), kept=None) for i in range(len(store))]
     sampling = replace(store.info.sampling, logprobs_of=None)
@@ -77,9 +75,7 @@ def test_without_what_was_kept_they_do_not(
 
 
 @pytest.mark.parametrize("layout", slow_except(["TP2 SP", "CP2"], "CP2"))
-def test_the_values_of_the_update_are_logged(
-    patched: TreeWorker, cut: Policy, tmp_path: Path, layout: str
-) -> None:
+def test_the_values_of_the_update_are_logged(patched, cut, tmp_path, layout):
     file, (ranks, more) = tmp_path / "log.jsonl", LAYOUTS[layout]
     patched.run(train, ranks, cut.arguments("--rollouts-log", str(file), *more), timeout_s=180)
     (line,) = map(json.loads, file.read_text().splitlines())

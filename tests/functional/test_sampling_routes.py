@@ -83,18 +83,14 @@ def test_unpatched_some_requests_have_none(unpatched: TreeWorker, policy: Policy
     assert len(without_routes(samples)) == sampling.NUM_REQUESTS
 
 
-def test_off_tokens_and_logprobs_are_those_of_the_unpatched_tree(
-    patched: TreeWorker, unpatched: TreeWorker, policy: Policy, plain: list[Sampled]
-) -> None:
+def test_off_tokens_and_logprobs_are_those_of_the_unpatched_tree(patched, unpatched, policy, plain):
     (off,), (upstream,) = (sample(worker, policy) for worker in (patched, unpatched))
     assert off == upstream  # no request has routes
     for one, other in zip(off, plain, strict=True):
         assert (one.tokens_N, one.logprobs_G) == (other.tokens_N, other.logprobs_G)
 
 
-def test_the_training_forward_chooses_the_same_experts(
-    patched: TreeWorker, policy: Policy, plain: list[Sampled]
-) -> None:
+def test_the_training_forward_chooses_the_same_experts(patched, policy, plain):
     both = argv(policy, RECORD, "--moe-router-replay")
     (chosen,) = patched.run(sampling.in_training, 1, both, plain, timeout_s=240)
     for one, (ids_TLK, logprobs_G) in zip(plain, chosen, strict=True):
@@ -107,16 +103,12 @@ def test_the_training_forward_chooses_the_same_experts(
     assert sampling.same_experts(plain[0].ids_TLK, shifted) < 0.9
 
 
-def test_beside_replay_and_another_model_the_engine_records_too(
-    patched: TreeWorker, policy: Policy, plain: list[Sampled]
-) -> None:
+def test_beside_replay_and_another_model_the_engine_records_too(patched, policy, plain):
     (samples,) = sample(patched, policy, RECORD, "--moe-router-replay", second=True)
     assert_same(samples, plain)
 
 
-def test_four_ranks_record_what_one_process_records(
-    patched: TreeWorker, policy: Policy, plain: list[Sampled]
-) -> None:
+def test_four_ranks_record_what_one_process_records(patched, policy, plain):
     for samples in sample(patched, policy, RECORD, *LAYOUT.split(), ranks=4):
         assert_same(samples, plain)
 
@@ -129,9 +121,7 @@ def whole(patched: TreeWorker, policy: Policy) -> list[Sampled]:
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_options_of_the_engine_lose_no_experts(
-    patched: TreeWorker, policy: Policy, whole: list[Sampled], option: str
-) -> None:
+def test_options_of_the_engine_lose_no_experts(patched, policy, whole, option):
     settings, has_come = OPTIONS[option]
     (samples,) = sample(patched, policy, RECORD, settings=settings, shared=20)
     assert_same(samples, whole)
@@ -139,18 +129,14 @@ def test_options_of_the_engine_lose_no_experts(
     assert not any(map(has_come, whole))
 
 
-def test_a_suspended_engine_goes_on(
-    patched: TreeWorker, policy: Policy, plain: list[Sampled]
-) -> None:
+def test_a_suspended_engine_goes_on(patched, policy, plain):
     settings = {"kv_cache_management_mode": "recompute"}
     (samples,) = sample(patched, policy, RECORD, settings=settings, suspend_at=12)
     assert any(one.stopped_at for one in samples)
     assert_same(samples, plain)
 
 
-def test_tokens_keep_the_experts_with_which_they_were_sampled(
-    patched: TreeWorker, policy: Policy, plain: list[Sampled]
-) -> None:
+def test_tokens_keep_the_experts_with_which_they_were_sampled(patched, policy, plain):
     """The weights change while the engine is suspended, as they do between two updates."""
     (samples,) = sample(
         patched,

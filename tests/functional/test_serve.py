@@ -63,9 +63,7 @@ def test_the_server_sends_routes_as_bytes(url: str, policy: Policy) -> None:
         ({"prompt": [5, 100_000]}, "prompt: token id 100000"),
     ],
 )
-def test_a_request_that_would_end_the_engine_is_refused(
-    url: str, change: dict[str, object], what: str
-) -> None:
+def test_a_request_that_would_end_the_engine_is_refused(url, change, what):
     request = {"prompt": [5, 6, 7], "max_tokens": 4, "logprobs": 0, "top_k": 1, "top_p": 0.0}
     refused = httpx.post(f"{url}/v1/completions", json={**request, **change}, timeout=60)
     assert (refused.status_code, refused.text[: len(what)]) == (400, what)
@@ -96,9 +94,7 @@ def test_collect_stores_what_the_server_samples(url: str, policy: Policy, tmp_pa
     assert main([*inspected, "--fail-on-alarm"]) == 0
 
 
-def test_two_ranks_answer_as_one(
-    url: str, patched_tree: Path, policy: Policy, tmp_path: Path
-) -> None:
+def test_two_ranks_answer_as_one(url, patched_tree, policy, tmp_path):
     request = {"prompt": task.problem(7)[0], "max_tokens": 6, "logprobs": 0, "ignore_eos": True}
     request |= {"top_k": 1, "top_p": 0.0}
     one = httpx.post(f"{url}/v1/completions", json=request, timeout=60).json()
@@ -126,9 +122,7 @@ def words_of(policy: Policy, values: dict[str, str]) -> list[str]:
     return " ".join(values.get(word, word) for word in words).split()
 
 
-def test_a_second_server_does_not_share_the_port(
-    url: str, patched: TreeWorker, policy: Policy
-) -> None:
+def test_a_second_server_does_not_share_the_port(url, patched, policy):
     port = url.rpartition(":")[2]
     (said,) = patched.run(refused, 1, words_of(policy, {"{port}": port}))
     assert f"--port {port}: cannot listen (Address already in use)" in said
@@ -149,9 +143,7 @@ def test_a_second_server_does_not_share_the_port(
         ),
     ],
 )
-def test_a_server_that_could_not_serve_is_refused(
-    patched: TreeWorker, policy: Policy, change: list[str], message: str
-) -> None:
+def test_a_server_that_could_not_serve_is_refused(patched, policy, change, message):
     (said,) = patched.run(refused, 1, words_of(policy, {change[0]: change[1]}))
     assert said.startswith(f"error: {message}")
 

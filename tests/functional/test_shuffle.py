@@ -12,7 +12,6 @@ from training import Policy, same, train
 
 from megatron_r3.data.store import RolloutStore, write_shard
 from megatron_r3.train.schedule import Schedule
-from proof.fidelity.rig.worker import TreeWorker
 
 SEED, BATCH, ROLLOUTS = 3, 16, 32
 EP2 = ["--expert-model-parallel-size", "2"]
@@ -48,9 +47,7 @@ def arguments(policy: Policy, case: Case, *more: str, store: Path | None = None)
 
 
 @pytest.mark.parametrize("name", slow_except(CASES, "EP2, two mini-steps twice, old policy"))
-def test_it_trains_as_on_a_store_in_that_order(
-    patched: TreeWorker, policy: Policy, mixed_store: Path, name: str
-) -> None:
+def test_it_trains_as_on_a_store_in_that_order(patched, policy, mixed_store, name):
     case = CASES[name]
     option = ["--rollouts-shuffle", str(SEED)]
     mixed, expected, plain = (

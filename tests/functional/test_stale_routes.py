@@ -18,7 +18,6 @@ import pytest
 from training import Policy, parts, steps_on, train
 
 from megatron_r3.data.store import RolloutStore, write_shard
-from proof.fidelity.rig.worker import TreeWorker
 
 STEPS = 2
 TWO = ["--rollouts-old-policy", "trainer", "--rollouts-mini-steps", str(STEPS)]
@@ -82,9 +81,7 @@ def store_of_two_policies(policy: Policy, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("other", ["live", "old-policy"])
-def test_stale_rollouts_take_other_routes(
-    patched: TreeWorker, policy: Policy, tmp_path: Path, other: str
-) -> None:
+def test_stale_rollouts_take_other_routes(patched, policy, tmp_path, other):
     path, log = store_of_two_policies(policy, tmp_path), tmp_path / "log.jsonl"
     store = RolloutStore([path])
     argv = steps_on(policy, path, STEPS, *TWO, "--rollouts-log", str(log))

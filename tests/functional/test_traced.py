@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 from slow import slow_except
-from training import Policy, changed_store, train
+from training import changed_store, train
 
 from megatron_r3.data.store import RolloutStore
 from proof.fidelity import traced
-from proof.fidelity.rig.worker import TreeWorker
 from proof.fidelity.rollouts import shift_token
 
 LAYOUTS = {
@@ -31,9 +30,7 @@ def recorded(store: Path) -> int:
 
 
 @pytest.mark.parametrize("layout", slow_except(LAYOUTS, "EP2"))
-def test_the_tracer_sees_the_routes_of_the_store(
-    patched: TreeWorker, policy: Policy, tmp_path: Path, layout: str
-) -> None:
+def test_the_tracer_sees_the_routes_of_the_store(patched, policy, tmp_path, layout):
     ranks, options = LAYOUTS[layout]
     argv = policy.arguments(*options.split(), "--moe-routing-trace-path", str(tmp_path / "trace"))
     patched.run(train, ranks, argv, timeout_s=240)
@@ -47,9 +44,7 @@ def test_the_tracer_sees_the_routes_of_the_store(
     assert counts.differ > counts.equal
 
 
-def test_live_routing_is_not_that_of_the_store(
-    patched: TreeWorker, policy: Policy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_live_routing_is_not_that_of_the_store(patched, policy, tmp_path, capsys):
     ep2 = ["--expert-model-parallel-size", "2", "--moe-routing-trace-path", str(tmp_path / "trace")]
     argv = policy.arguments(*ep2)
     argv.remove("--moe-router-replay")

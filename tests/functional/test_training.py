@@ -61,9 +61,7 @@ def test_a_wrong_store_is_replayed_as_it_says_and_its_agreement_shows_it(
     assert got["router_mismatch"] > 3 * whole["router_mismatch"]
 
 
-def test_validation_between_steps_is_the_scripts_own_and_live(
-    patched: TreeWorker, policy: Policy, tmp_path: Path
-) -> None:
+def test_validation_between_steps_is_the_scripts_own_and_live(patched, policy, tmp_path):
     more = ["--train-iters", "2", "--eval-interval", "1"]
     plain = patched.run(train, 1, policy.arguments(*more), timeout_s=120)
     evaluated = patched.run(
@@ -79,9 +77,7 @@ SCRIPTS_OWN += ["--recompute-granularity", "selective", "--recompute-modules", "
 
 
 @pytest.mark.parametrize("layout", [[], slow(EP2)])
-def test_option_off_is_bitwise_the_unpatched_tree(
-    patched: TreeWorker, unpatched: TreeWorker, layout: list[str]
-) -> None:
+def test_option_off_is_bitwise_the_unpatched_tree(patched, unpatched, layout):
     argv, ranks = arguments(SCRIPTS_OWN, layout), 2 if layout else 1
     want = unpatched.run(train, ranks, argv, hidden=True, timeout_s=120)
     got = patched.run(train, ranks, argv, hidden=True, timeout_s=120)
@@ -92,9 +88,7 @@ def test_option_off_is_bitwise_the_unpatched_tree(
         assert not all(torch.equal(mine[name], control[name]) for name in mine)
 
 
-def test_missing_rows_are_routed_live_and_the_same_in_recompute(
-    patched: TreeWorker, policy: Policy, tmp_path: Path
-) -> None:
+def test_missing_rows_are_routed_live_and_the_same_in_recompute(patched, policy, tmp_path):
     source = RolloutStore([policy.store])
     rollouts = [source.rollout(index) for index in range(len(source))]
     rng = np.random.default_rng(0)

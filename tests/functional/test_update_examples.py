@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from training import Policy, steps_on, stores, train
-
-from proof.fidelity.rig.worker import TreeWorker
+from training import steps_on, stores, train
 
 PAGE = Path(__file__).parents[2] / "docs" / "train.md"
 
@@ -36,9 +34,7 @@ OPTIONS = ("--rollouts-clip-eps-high", "--rollouts-loss", "--rollouts-correction
 
 
 @pytest.mark.parametrize("number", range(3))
-def test_a_command_of_the_page_trains(
-    patched: TreeWorker, policy: Policy, tmp_path: Path, number: int
-) -> None:
+def test_a_command_of_the_page_trains(patched, policy, tmp_path, number):
     store = stores(policy, tmp_path, mixed=True)
     argv = steps_on(policy, store, 4, *options()[number])
     if "--moe-router-replay" not in options()[number]:

@@ -107,9 +107,7 @@ def test_an_undefined_logit_shows_in_all_weights_of_its_row(function: dict[str, 
 
 @each_function
 @pytest.mark.parametrize("shape", [(17, 128, 8), (257, 8, 2), (5, 512, 22)])  # three programs
-def test_a_recompute_has_the_bits_of_its_forward_pass(
-    function: dict[str, Any], shape: tuple[int, int, int]
-) -> None:
+def test_a_recompute_has_the_bits_of_its_forward_pass(function, shape):
     """The forward pass chooses and counts; its recompute is given what was chosen."""
     case = make(*shape, live_T=0.4, counted_T=0.5, **function)
     first = case.run()

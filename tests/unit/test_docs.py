@@ -288,9 +288,7 @@ def parse(words: list[str], monkeypatch: pytest.MonkeyPatch) -> argparse.Namespa
     return caught.value.args[0]
 
 
-def test_commands_of_megatron_r3_parse(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_of_megatron_r3_parse(monkeypatch, capsys):
     found = [c for page in PAGES for c in commands(page.read_text()) if c.words[0] == "megatron-r3"]
     whole = [c.words[1:] for c in found if c.whole and "..." not in c.words]
     assert len(whole) >= 8
@@ -308,9 +306,7 @@ def test_a_command_with_an_unknown_option_does_not_parse(monkeypatch: pytest.Mon
         parse(["rollouts", "inspect", "rollouts", "--colour"], monkeypatch)
 
 
-def test_the_commands_on_rollouts_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_commands_on_rollouts_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     write_inputs(tmp_path, 4)

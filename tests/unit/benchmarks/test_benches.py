@@ -201,9 +201,7 @@ def test_the_exponent_of_a_power() -> None:
         (clients.BENCH, ["--only", "EP3"], "no case has this in its name: EP1 none; EP1 full"),
     ],
 )
-def test_what_measures_nothing_is_refused(
-    bench: Bench, argv: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_measures_nothing_is_refused(bench, argv, said, tmp_path, capsys):
     with pytest.raises(SystemExit) as refusal:
         bench.main(["--out", str(tmp_path / "out"), *argv])
     assert refusal.value.code == 2
@@ -211,9 +209,7 @@ def test_what_measures_nothing_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_command_prints_records_and_refuses(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_prints_records_and_refuses(tmp_path, capsys):
     def measure(args: Any) -> Any:
         yield from ({"name": name, "value": value} for name, value in args.cases.items())
 

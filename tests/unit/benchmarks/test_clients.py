@@ -64,9 +64,7 @@ def test_a_row_says_what_a_layer_and_a_token_cost() -> None:
         ("verl, live", {"wrong": 0}, "the check cannot fail"),
     ],
 )
-def test_a_row_that_breaks_a_promise_is_found(
-    name: str, counts: dict[str, float], fault: str
-) -> None:
+def test_a_row_that_breaks_a_promise_is_found(name, counts, fault):
     assert fault in wrong(row_of(name, **counts))
 
 
@@ -126,9 +124,7 @@ def test_routes_are_turned_and_keep_their_load() -> None:
 # -- the command
 
 
-def test_what_is_not_there_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_not_there_is_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("MEGATRON_R3_CLIENTS", str(tmp_path))
     out = ["--out", str(tmp_path / "out.json")]
     assert clients.BENCH.main(out) == 1

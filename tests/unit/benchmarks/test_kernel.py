@@ -59,9 +59,7 @@ def argv(out: Path) -> list[str]:
     return ["--out", str(out), "--device", "cpu", "--rehearse", *models]
 
 
-def test_ways_that_do_not_agree_are_an_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ways_that_do_not_agree_are_an_error(tmp_path, capsys):
     def scaled(inputs: GateInputs, options: GateOptions) -> GateOutput:
         out = replayed_gate_reference(inputs, options)
         return out._replace(probs_TE=1.05 * out.probs_TE)
@@ -75,9 +73,7 @@ def test_ways_that_do_not_agree_are_an_error(
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.05])
-def test_transformer_engine_is_called_by_its_signature_and_checked(
-    factor: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_transformer_engine_is_called_by_its_signature_and_checked(factor, tmp_path, monkeypatch):
     """A stand-in with the arguments of 2.16.1, as Transformer Engine needs a GPU; one is wrong."""
     groups: list[tuple[int | None, int | None]] = []
 
@@ -112,8 +108,6 @@ def test_transformer_engine_is_called_by_its_signature_and_checked(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
-def test_without_a_gpu_it_says_how_to_rehearse(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_gpu_it_says_how_to_rehearse(tmp_path, capsys):
     assert kernel.main(["--out", str(tmp_path / "kernel.json")]) == 2
     assert "--device cpu --rehearse" in capsys.readouterr().err

@@ -7,7 +7,6 @@ Shape suffixes (docs/glossary.md): T, E, K.
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -101,18 +100,14 @@ MISSING = "Transformer Engine is not installed"
 
 
 @pytest.mark.skipif(no_transformer_engine() != MISSING, reason="Transformer Engine is here")
-def test_without_transformer_engine_the_step_is_skipped(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_transformer_engine_the_step_is_skipped(tmp_path, capsys):
     out = ["--out", str(tmp_path), "--megatron", str(tmp_path), "--device", "cpu", "--rehearse"]
     assert layers.main([*out, "--spec", "te"]) == 77
     assert capsys.readouterr().out == f"skipped: {MISSING}\n"
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_transformer_engine_that_is_not_compiled_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_transformer_engine_that_is_not_compiled_is_said(tmp_path, monkeypatch):
     """Its pure Python package alone raises a RuntimeError when it is imported."""
     package = tmp_path / "transformer_engine"
     package.mkdir()

@@ -61,9 +61,7 @@ def test_the_command(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "[1]"])
-def test_the_command_refuses_in_one_line(
-    root: Path, capsys: pytest.CaptureFixture[str], text: str
-) -> None:
+def test_the_command_refuses_in_one_line(root, capsys, text):
     (root / RESULTS / "store-cpu-2099-01-01.json").write_text(text)
     before = (root / PAGE).read_text()
     assert report.main(["--root", str(root)]) == 1

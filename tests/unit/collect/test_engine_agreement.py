@@ -63,9 +63,7 @@ def store(model: Path, folder: Path, shift: int, shift_ids: int = 0) -> Path:
     return folder
 
 
-def test_its_own_routes_agree(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_its_own_routes_agree(model, tmp_path, capsys):
     directory = store(model, tmp_path / "right", 0)
     assert main(["rollouts", "inspect", str(directory), "--model", str(model)]) == 0
     out, err = capsys.readouterr()
@@ -78,9 +76,7 @@ def test_its_own_routes_agree(
     assert "warning" not in err
 
 
-def test_other_routes_are_flagged(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_routes_are_flagged(model, tmp_path, capsys):
     directory = store(model, tmp_path / "wrong", 3)
     argv = ["rollouts", "inspect", str(directory), "--model", str(model), "--agreement", "2"]
     assert main(argv) == 0
@@ -94,9 +90,7 @@ def test_other_routes_are_flagged(
     assert "--fail-on-alarm needs --model HF_DIR" in capsys.readouterr().err
 
 
-def test_the_weights_before_the_last_update(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_weights_before_the_last_update(model, tmp_path, capsys):
     """The store's routes are those of the weights before; the model is the new one."""
     directory = store(model, tmp_path / "old", 0)
     network = transformers.AutoModelForCausalLM.from_pretrained(model)
@@ -134,9 +128,7 @@ def test_a_store_of_several_policies_is_compared_with_the_models_own(
     assert (agree == ["1", "1"]) == (of_model == 0)
 
 
-def test_another_model_is_refused(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_model_is_refused(model, tmp_path, capsys):
     directory = store(model, tmp_path / "right", 0)
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -161,9 +153,7 @@ def test_another_model_is_refused(
     assert f"{empty}: it lacks model.norm.weight (such tensors: 1)" in capsys.readouterr().err
 
 
-def test_tokens_outside_the_models_vocabulary(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tokens_outside_the_models_vocabulary(model, tmp_path, capsys):
     directory = store(model, tmp_path / "right", 0, shift_ids=7)
     assert main(["rollouts", "inspect", str(directory), "--model", str(model)]) == 1
     error = capsys.readouterr().err.splitlines()[-1]

@@ -56,9 +56,7 @@ def parsed(config: Config) -> Namespace:
     return Namespace(**{**ARGUMENTS, **vars(found)})
 
 
-def test_the_loop_takes_the_config_of_every_run(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_loop_takes_the_config_of_every_run(folder, monkeypatch):
     runs = runs_of()
     assert len(runs) == len({run.key for run in runs}) == (1 + 6 + 6 + 6 + 7) * SEEDS == 78
     assert [run.seed for run in runs] == sorted(run.seed for run in runs)
@@ -126,9 +124,7 @@ def test_what_an_arm_does(arm: str, source: str, loss: str, correction: str, fol
         ("stale", "none", 0.0, False, 4, "float32"),
     ],
 )
-def test_what_a_regime_does(
-    regime: str, arm: str, noise: float, fp8: bool, lag: int, dtype: str, folder: Path
-) -> None:
+def test_what_a_regime_does(regime, arm, noise, fp8, lag, dtype, folder):
     config = config_of(folder, regime, arm)
     assert (config.degrade.router_noise, config.degrade.fp8, config.run.lag) == (noise, fp8, lag)
     shape = json.loads((config.path(config.policy.model) / "config.json").read_text())
@@ -165,9 +161,7 @@ def test_a_finished_run_is_collected_and_has_left_its_weights_behind(folder: Pat
     assert (result["seconds"], len(result["k3"])) == (12, 4)
 
 
-def test_a_run_that_fails_is_named_and_the_others_go_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_fails_is_named_and_the_others_go_on(tmp_path, capsys):
     """Real `rl run`s, of configs that are refused."""
     (tmp_path / "noise").mkdir()
     (tmp_path / "noise" / "live-0.toml").write_text("[run]\ncolour = 1")
@@ -205,9 +199,7 @@ def test_a_share_of_the_labels_is_wrong(share: float, expected: float) -> None:
 
 
 @pytest.mark.parametrize("name", ["megatron_r3/a.py", "demo/a.py", "patches/LINE/a.patch"])
-def test_results_of_other_code_are_not_taken(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_of_other_code_are_not_taken(name, tmp_path, monkeypatch):
     monkeypatch.setattr(compare, "ROOT", tmp_path)
     before = compare.digest_of("options")
     (tmp_path / name).parent.mkdir(parents=True)

@@ -99,9 +99,7 @@ def test_the_readme_says_what_was_recorded() -> None:
         (lambda r: r["runs"][0]["k3"].__setitem__(3, float("nan")), r"k3 is not a finite"),
     ],
 )
-def test_a_record_that_cannot_be_taken_changes_nothing(
-    change: Any, message: str, tmp_path: Path
-) -> None:
+def test_a_record_that_cannot_be_taken_changes_nothing(change, message, tmp_path):
     record = made_up("noise")
     change(record)
     root = recorded(tmp_path, record)

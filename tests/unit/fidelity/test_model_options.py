@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from proof.fidelity.model_options import options, unread
@@ -31,9 +29,7 @@ FILES = {
         ("gpt_model.py", "rotary_percent", "made_up", ["made_up"]),
     ],
 )
-def test_what_nobody_has_read(
-    tmp_path: Path, file: str, old: str, new: str, found: list[str]
-) -> None:
+def test_what_nobody_has_read(tmp_path, file, old, new, found):
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text.replace(old, new) if name.endswith("/" + file) else text)

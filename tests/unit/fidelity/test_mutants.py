@@ -66,9 +66,7 @@ class Copy:
         ([], False, replace(BOTH, unseen="why"), "unseen", ["unit", "functional"]),
     ],
 )
-def test_how_a_fault_ends(
-    noticing: list[str], unit_alone: bool, fault: Fault, how: str, asked: list[str]
-) -> None:
+def test_how_a_fault_ends(noticing, unit_alone, fault, how, asked):
     copy: Any = Copy(*noticing)
     assert outcome(copy, fault, unit_alone) == how
     assert copy.asked == asked
@@ -106,9 +104,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.slow
-def test_a_fault_is_put_in_noticed_and_taken_out(
-    small: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_fault_is_put_in_noticed_and_taken_out(small, capsys):
     assert main(["--jobs", "1"]) == 1
     printed = capsys.readouterr().out
     assert "unit        room: thrice\nsurvived    room: nobody\n" in printed
@@ -116,9 +112,7 @@ def test_a_fault_is_put_in_noticed_and_taken_out(
     assert main(["--jobs", "1", "--only", "none such"]) == 2
 
 
-def test_tests_that_fail_without_a_fault_are_an_error(
-    small: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tests_that_fail_without_a_fault_are_an_error(small, capsys):
     (small / "tests" / "test_it.py").write_text("def test():\n    assert 0\n")
     subprocess.run(["git", "add", "."], cwd=small, check=True)
     assert main(["--jobs", "1"]) == 2

@@ -69,9 +69,7 @@ def test_a_tree_that_is_refused_is_a_row(repo: Path) -> None:
 
 
 @pytest.mark.parametrize("left", ["", "a.rej"])
-def test_a_tree_that_does_not_come_back_is_seen(
-    repo: Path, monkeypatch: pytest.MonkeyPatch, left: str
-) -> None:
+def test_a_tree_that_does_not_come_back_is_seen(repo, monkeypatch, left):
     status = SimpleNamespace(line=VERSIONS.lines[0], groups=("r3",))
     done = SimpleNamespace(status=status)
     monkeypatch.setattr(pinned_trees, "apply_series", lambda *_, **__: done)
@@ -86,9 +84,7 @@ def test_a_tree_that_does_not_come_back_is_seen(
     assert ("(NOT REVERTED)" in row_of(row)) == bool(left)
 
 
-def test_a_clone_that_lacks_a_tree_is_one_line(
-    repo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_clone_that_lacks_a_tree_is_one_line(repo, tmp_path, capsys):
     for clone, words in ((repo, "git fetch it there"), (tmp_path, "is no git repository")):
         assert main(["--repo", str(clone), "--out", str(tmp_path / "out")]) == 2
         said = capsys.readouterr().err

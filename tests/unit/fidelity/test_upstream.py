@@ -99,9 +99,7 @@ def test_fresh_ranks_go_on_after_a_batch(tmp_path: Path, monkeypatch: pytest.Mon
         (RankError(1, "no result: SIGSEGV"), "died"),
     ],
 )
-def test_fresh_ranks_go_on_after_one_that_hangs_or_dies(
-    error: RankError, ending: str, tmp_path: Path
-) -> None:
+def test_fresh_ranks_go_on_after_one_that_hangs_or_dies(error, ending, tmp_path):
     half = [{"a": "passed", "b": "failed"}, {"a": "passed"}]
     ranks: Any = Ranks((half, error), ([{"c": "passed"}] * 2, None))
     outcomes = Suite(ranks, tmp_path).run(FILE, 2)
@@ -127,9 +125,7 @@ CRASH = "no result: SIGSEGV"
         ([ALL, {"a": "passed", "b": "passed"}], None, {**ALL, "c": "died"}),
     ],
 )
-def test_an_end_that_no_fresh_ranks_follow(
-    records: list[dict[str, str]], error: RankError | None, ends: dict[str, str], tmp_path: Path
-) -> None:
+def test_an_end_that_no_fresh_ranks_follow(records, error, ends, tmp_path):
     ranks: Any = Ranks((records, error))
     assert endings(Suite(ranks, tmp_path).run(FILE, max(len(records), 1))) == ends
 
@@ -207,9 +203,7 @@ def test_a_file_that_cannot_be_imported(tmp_path: Path, pytester_ini: list[str])
     assert "No module named 'no_such_module'" in ended["test_broken.py"][1]
 
 
-def test_a_test_that_hangs_ends_its_rank_and_says_where(
-    tmp_path: Path, pytester_ini: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_test_that_hangs_ends_its_rank_and_says_where(tmp_path, pytester_ini, monkeypatch):
     monkeypatch.setattr(upstream, "TEST_S", 2.0)
     tests = tmp_path / "test_hangs.py"  # pytest imports a name once
     tests.write_text("import time\ndef test_ends(): pass\ndef test_waits(): time.sleep(60)\n")

@@ -114,9 +114,7 @@ def test_a_step_that_hangs_is_ended_with_what_it_started(places: Path) -> None:
     assert not psutil.pid_exists(child)
 
 
-def test_only_steps_that_need_transformer_engine_see_it(
-    places: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_steps_that_need_transformer_engine_see_it(places, monkeypatch):
     monkeypatch.setattr(run, "facts_of", lambda *_: {"gpu": "NVIDIA X", "no_te": None})
     steps = [
         Step("without", "fake_step sees site {record}", 60),
@@ -162,9 +160,7 @@ def test_what_is_missing_is_said(places: Path, capsys: pytest.CaptureFixture[str
     assert "is no patched Megatron-LM: make apply" in capsys.readouterr().err
 
 
-def test_without_a_device_nothing_is_recorded(
-    places: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_device_nothing_is_recorded(places, monkeypatch, capsys):
     monkeypatch.undo()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert call(places, [step("passes")]) == 2

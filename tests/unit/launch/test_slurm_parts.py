@@ -79,9 +79,7 @@ def run(
         ("a,b", {"PARTS": "collector trainer"}, ["a: rl collector CONFIG", "b: train 0 of 1 at b"]),
     ],
 )
-def test_each_part_is_on_its_nodes(
-    tmp_path: Path, nodes: str, variables: dict[str, str], noted: list[str]
-) -> None:
+def test_each_part_is_on_its_nodes(tmp_path, nodes, variables, noted):
     done, lines = run(tmp_path, nodes, **variables)
     assert done.returncode == 0, done.stderr
     assert lines == sorted(["batch: rl check CONFIG", *noted])

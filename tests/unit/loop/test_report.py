@@ -132,9 +132,7 @@ def test_runs_have_names_that_differ(tmp_path: Path) -> None:
     assert read_runs(paths[:1])[0].name == "live-0"
 
 
-def test_several_runs_need_a_name_for_the_page(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_several_runs_need_a_name_for_the_page(tmp_path, capsys):
     runs = [make_run(tmp_path / name, 2) for name in "ab"]
     assert main(["rl", "report", *map(str, runs)]) == 1
     assert "--out FILE" in capsys.readouterr().err
@@ -228,9 +226,7 @@ def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
     assert "Nothing of this was recorded." in page.text
 
 
-def test_without_plotly_the_error_says_how_to_get_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_plotly_the_error_says_how_to_get_it(tmp_path, monkeypatch, capsys):
     run = make_run(tmp_path / "run", 2)
     monkeypatch.setitem(sys.modules, "plotly", None)
     monkeypatch.delitem(sys.modules, "plotly.offline", raising=False)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from html_page import Page, chart, report
@@ -45,9 +43,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("file", "line", "expected"), BAD)
-def test_a_bad_line_is_refused_with_its_place(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, line: str, expected: str
-) -> None:
+def test_a_bad_line_is_refused_with_its_place(tmp_path, capsys, file, line, expected):
     run = make_run(tmp_path / "run", 4)
     read_runs([run])  # the control: the run is good
     lines = (run / file).read_text().splitlines()
@@ -134,9 +130,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("file", "how", "expected"), WRONG)
-def test_what_is_wrong_is_said_first(
-    tmp_path: Path, file: str, how: Callable[[list[dict[str, Any]]], None], expected: str
-) -> None:
+def test_what_is_wrong_is_said_first(tmp_path, file, how, expected):
     run = make_run(tmp_path / "run", 4)
     assert warnings_of(read_runs([run])[0]) == []
     change(run / file, how)

@@ -103,9 +103,7 @@ def test_graphs_of_older_lines_that_hold_the_router_are_refused(graph: dict[str,
         ("scope", ["moe_router"], "attn"),
     ],
 )
-def test_the_graphs_that_remain_are_ready_to_be_given(
-    name: str, captured: list[str], kept: str
-) -> None:
+def test_the_graphs_that_remain_are_ready_to_be_given(name, captured, kept):
     graphs = {"cuda_graph_impl": "transformer_engine", f"cuda_graph_{name}": captured}
     (refusal,) = refusals(SimpleNamespace(**GOOD, **graphs))
     assert refusal.endswith(f"give --cuda-graph-impl transformer_engine --cuda-graph-{name} {kept}")

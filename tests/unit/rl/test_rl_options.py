@@ -82,9 +82,7 @@ def test_what_is_refused_with_its_reason(change: dict[str, Any], words: str) -> 
     [{"moe_router_replay": False}, {"moe_router_replay": False, "perform_rl_step": False}],
     ids=["no replay", "no loop"],
 )
-def test_a_store_of_the_loop_needs_the_loop_and_replay(
-    change: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_store_of_the_loop_needs_the_loop_and_replay(change, capsys):
     check_args(arguments(**UNGIVEN, **change))
     with pytest.raises(SystemExit):
         check_args(arguments(**UNGIVEN, **change, rl_write_rollouts="store"))

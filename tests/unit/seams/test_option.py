@@ -57,9 +57,7 @@ def test_fusion_that_is_turned_on_late_is_settled_then(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("1", 0)])
-def test_the_first_rank_says_once_that_there_is_no_fused_router(
-    rank: str, lines: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_first_rank_says_once_that_there_is_no_fused_router(rank, lines, monkeypatch, caplog):
     option._warn_once.cache_clear()
     monkeypatch.setenv("RANK", rank)
     with caplog.at_level(logging.WARNING, "megatron_r3.seams.option"):

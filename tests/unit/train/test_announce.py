@@ -378,9 +378,7 @@ def test_the_example_of_the_docstring() -> None:
 @pytest.mark.parametrize("micro_batch", [1, 2, 5])
 @pytest.mark.parametrize("peers", [1, 2, 8])
 @pytest.mark.parametrize("data_size", [1, 3, 16])
-def test_each_shard_is_read_by_one_rank_that_uses_it(
-    data_size: int, peers: int, micro_batch: int
-) -> None:
+def test_each_shard_is_read_by_one_rank_that_uses_it(data_size, peers, micro_batch):
     for per_shard in ([1], [2], [7], [64], [3, 1, 12, 5]):
         counts = np.resize(per_shard, 150)
         first_rollout = np.concatenate([[0], np.cumsum(counts)])

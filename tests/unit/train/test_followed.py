@@ -87,9 +87,7 @@ def test_a_store_without_advantages_is_refused_before_training_begins(tmp_path: 
 
 
 @pytest.mark.parametrize("seen_early", [1, 2, 4])
-def test_what_is_too_old_does_not_depend_on_how_many_shards_a_rank_has_seen(
-    tmp_path: Path, seen_early: int
-) -> None:
+def test_what_is_too_old_does_not_depend_on_how_many_shards_a_rank_has_seen(tmp_path, seen_early):
     """Collections of two shards: of versions 0 and 2, and of 3 and 9."""
     shards = [shard_of(number, version=v) for number, v in enumerate((0, 2, 3, 9))]
     use = UseOfRollouts(8, Schedule(2, mini_steps=2), replay_max_lag=1)
@@ -160,9 +158,7 @@ def test_a_long_rollout_may_come_after_rollouts_that_began_later(tmp_path: Path)
 
 
 @pytest.mark.parametrize("change", [{"rollouts_check": "reads"}, {"rollouts_follow": 0.0}])
-def test_a_damaged_part_is_refused_by_whoever_reads_it(
-    tmp_path: Path, change: dict[str, object]
-) -> None:
+def test_a_damaged_part_is_refused_by_whoever_reads_it(tmp_path, change):
     path = write_shard(tmp_path / "s", UNSTAMPED, [make_rollout(200), make_rollout(5, sample=1)])
     entry = RolloutStore([tmp_path / "s"]).shards[0].header.entries["routes"]
     data = bytearray(path.read_bytes())

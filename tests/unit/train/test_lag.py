@@ -111,9 +111,7 @@ def checked(store: RolloutStore, max_lag: int | None, rollouts: list[int]) -> No
     PolicyCheck(options, store, ledger, {}).check(rollouts)  # type: ignore[arg-type]
 
 
-def test_a_rollout_that_is_too_old_is_named_with_its_token_and_versions(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rollout_that_is_too_old_is_named_with_its_token_and_versions(tmp_path, capsys):
     store = written(tmp_path, *SHARDS)
     for max_lag, taken in ((None, [0, 1, 2, 3]), (4, [0, 1, 2, 3]), (3, [1, 2, 3]), (1, [1])):
         checked(store, max_lag, taken)  # others of the shard, which are not used, do not matter
@@ -149,9 +147,7 @@ def opened(folder: Path, **changes: object) -> RolloutStore:
         ),
     ],
 )
-def test_one_policys_router_digests_do_not_stand_for_several_versions(
-    tmp_path: Path, shard: list[Rollout], message: str
-) -> None:
+def test_one_policys_router_digests_do_not_stand_for_several_versions(tmp_path, shard, message):
     written(tmp_path / "stamped", shard, info=INFO)
     with pytest.raises(ValueError, match=f"shard-00000.safetensors: {message}") as refusal:
         opened(tmp_path / "stamped")
@@ -253,9 +249,7 @@ def test_only_versions_that_a_training_has_come_by_are_its_own(tmp_path: Path) -
 @pytest.mark.parametrize(
     "model", [{"num_experts": 8}, {"moe_router_topk": 2}, {"num_experts": None}]
 )
-def test_another_model_that_trains_live_is_taken_by_request(
-    tmp_path: Path, model: dict[str, object]
-) -> None:
+def test_another_model_that_trains_live_is_taken_by_request(tmp_path, model):
     """No router could be compared; under `any` none is."""
     written(tmp_path, [sampled_by(3, sample=0), sampled_by(3, sample=1)], info=INFO)
     opened(tmp_path, moe_router_replay=False)
@@ -288,9 +282,7 @@ def test_one_sample_a_prompt_has_no_advantage(tmp_path: Path, advantages: str) -
         ([1.0, 0.0], "stored", True),  # rollouts have advantages of 0
     ],
 )
-def test_rewards_from_which_nothing_is_learned_are_said(
-    tmp_path: Path, rewards: list[float], advantages: str, is_said: bool
-) -> None:
+def test_rewards_from_which_nothing_is_learned_are_said(tmp_path, rewards, advantages, is_said):
     pairs = enumerate(rewards)
     rollouts = [replace(sampled_by(3, sample=i), reward=r, advantage=0.0) for i, r in pairs]
     store = written(tmp_path, rollouts, info=INFO)

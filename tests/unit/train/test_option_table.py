@@ -101,9 +101,7 @@ def test_a_made_up_row_is_an_option_a_refusal_and_a_line(monkeypatch: pytest.Mon
         option_table.refuse_options(SimpleNamespace(**ARGUMENTS, rollouts_made_up=0))
 
 
-def test_a_field_that_the_tree_lacks_is_an_error_that_names_the_group(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_field_that_the_tree_lacks_is_an_error_that_names_the_group(capsys):
     with pytest.raises(SystemExit):  # the control: with the field, its flag is Megatron's to make
         parsed("--moe-router-replay-guest-slots", "2")
     assert "unrecognized arguments" in capsys.readouterr().err

@@ -54,9 +54,7 @@ def test_a_schedule(batch: int, mini_steps: int, epochs: int, sample: int, consu
 
 
 @given(st.integers(1, 9), st.integers(1, 3), st.integers(1, 3), st.integers(0, 2**32))
-def test_a_seed_mixes_each_step_alike_in_every_epoch(
-    batch: int, mini_steps: int, epochs: int, seed: int
-) -> None:
+def test_a_seed_mixes_each_step_alike_in_every_epoch(batch, mini_steps, epochs, seed):
     plain, mixed = (Schedule(batch, mini_steps, epochs, s) for s in (None, seed))
     size = batch * mini_steps
     for first in range(0, 2 * size * epochs, batch):
@@ -119,9 +117,7 @@ def test_a_collection_larger_than_the_store_is_refused(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_a_token_without_a_recorded_route_is_live_unless_the_old_policy_routes_it(
-    tmp_path, source: str
-) -> None:
+def test_a_token_without_a_recorded_route_is_live_unless_the_old_policy_routes_it(tmp_path, source):
     rollout = make_rollout(6)
     recorded_T = np.array([True, False, True, True, False])
     rollout = replace(rollout, routes=replace(rollout.routes, recorded_T=recorded_T))

@@ -75,9 +75,7 @@ def test_what_does_not_go_with_a_pass_of_the_old_policy_is_refused(name: str) ->
     ],
 )
 @pytest.mark.parametrize("level", [None, "token", "sequence"])
-def test_corrections(
-    name: str, bounds: list[float] | None, read: tuple[float, float], level: str | None
-) -> None:
+def test_corrections(name, bounds, read, level):
     got = update_options_of(
         rollouts_correction=name,
         rollouts_correction_bounds=bounds,
@@ -165,9 +163,7 @@ def test_a_module_without_a_loss_does_nothing(users_module: Path) -> None:
         (MODULE.format(name="gspo"), "ValueError: two policy losses are named 'gspo': give yours"),
     ],
 )
-def test_a_module_that_cannot_be_imported_is_one_line(
-    users_module: Path, text: str | None, message: str
-) -> None:
+def test_a_module_that_cannot_be_imported_is_one_line(users_module, text, message):
     if text is not None:
         users_module.write_text(text)
     with pytest.raises(ValueError, match=re.escape(message)) as refusal:

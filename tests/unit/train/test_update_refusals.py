@@ -264,9 +264,7 @@ def test_what_could_not_do_what_it_says_is_refused(change: dict[str, object], me
         TOKENS,
     ],
 )
-def test_an_average_over_rollouts_goes_with_other_losses_that_it_does_not_scale(
-    change: dict[str, object],
-) -> None:
+def test_an_average_over_rollouts_goes_with_other_losses_that_it_does_not_scale(change):
     assert update_options_of(rollouts_aggregation="sequence-mean", **change).loss
     assert update_options_of(rollouts_correction="mask", **TRAINER, **change).loss
     assert update_options_of(moe_z_loss_coeff=1.0, **TOKENS).loss.aggregation == "token-mean"

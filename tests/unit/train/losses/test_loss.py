@@ -109,9 +109,7 @@ def one_case(off: float = 0.3) -> tuple[list[Response], LaidOut]:
 
 @pytest.mark.parametrize("per_token", [True, False])
 @pytest.mark.parametrize(("loss", "aggregation", "correction"), COMBINATIONS)
-def test_what_megatron_divides_is_the_loss(
-    loss: str, aggregation: str, correction: str, per_token: bool
-) -> None:
+def test_what_megatron_divides_is_the_loss(loss, aggregation, correction, per_token):
     made, laid = one_case()
     options = combined(loss, aggregation, correction)
     want = expected(made, options)
@@ -239,9 +237,7 @@ def test_the_entropy_lowers_the_loss_as_other_terms_of_a_token_raise_it(aggregat
     ("loss", "estimator"),
     [*((loss, None) for loss in LOSSES), *(("grpo", name) for name in KL_ESTIMATORS)],
 )
-def test_the_derivatives_of_the_papers_are_those_of_their_values(
-    loss: str, estimator: str | None
-) -> None:
+def test_the_derivatives_of_the_papers_are_those_of_their_values(loss, estimator):
     """The reference's own check: a difference quotient, where no gradient is stopped."""
     made, _ = one_case()
     options = replace(LOSSES[loss], aggregation="sequence-mean")
@@ -267,9 +263,7 @@ def test_the_derivatives_of_the_papers_are_those_of_their_values(
 @pytest.mark.parametrize("old", [-0.4, -80.0])
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("correction", CORRECTIONS)
-def test_the_loss_and_its_gradient_are_finite_for_every_log_prob(
-    loss: str, correction: str, old: float, sampled: float
-) -> None:
+def test_the_loss_and_its_gradient_are_finite_for_every_log_prob(loss, correction, old, sampled):
     options = combined(loss, "sequence-mean", correction)
     options = replace(options, penalty=PenaltyOptions(0.1))
     for advantage in (-1.0, 0.0, 1.0, 30.0):
@@ -311,9 +305,7 @@ def reads(correction: str, policy: str) -> bool:
         if reads(names[2], policy)
     ],
 )
-def test_a_log_prob_that_is_nan_is_not_hidden(
-    loss: str, aggregation: str, correction: str, policy: str
-) -> None:
+def test_a_log_prob_that_is_nan_is_not_hidden(loss, aggregation, correction, policy):
     _, laid = one_case(off=0.0)  # all weights are 1, so that no correction drops a token
     broken_BS = getattr(laid.terms, policy).detach().clone()
     broken_BS.view(-1)[laid.places[2][1]] = math.nan

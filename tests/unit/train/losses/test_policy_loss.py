@@ -177,9 +177,7 @@ WRONG: dict[str, tuple[Callable[[LossTerms], object], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_loss_of_the_users_own_that_cannot_be_trained_with(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_loss_of_the_users_own_that_cannot_be_trained_with(monkeypatch, name):
     loss, message = WRONG[name]
     terms = terms_of([0.1, 0.2, 0.3], [1.0, 1.0, 1.0])
     monkeypatch.setitem(LOSSES, name, lambda terms, clip: loss(terms))  # type: ignore[return-value]
