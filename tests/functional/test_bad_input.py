@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from stored import rewrite
-from training import STEP, Policy, changed_store, parse, parse_all, train, unread_options
-from wrongs import FIRST, WRONGS
+from training import Policy, changed_store, parse, parse_all, train, unread_options
 
 from demo.model import arguments
 from megatron_r3.data.store import RolloutStore, SamplingSettings, write_shard
@@ -122,26 +121,6 @@ def test_a_missing_store(patched: TreeWorker, policy: Policy, tmp_path: Path) ->
     assert f"{tmp_path / 'nothing'}: no such rollout store" in text
 
 
-# Of the wrongs of tests/support/wrongs.py, those that fit any store: one of each kind.
-WRONG_SHARDS = [
-    "cut to -1",
-    "a bit of the last byte of routes",
-    "version 3",
-    "a dangling link",
-    "an expert twice",
-]
-
-
-def test_a_wrong_shard(patched: TreeWorker, policy: Policy, tmp_path: Path) -> None:
-    given = {}
-    for name in WRONG_SHARDS:
-        store = shutil.copytree(policy.store, tmp_path / name)
-        change, _ = WRONGS[name]
-        change(store / FIRST)
-        given[f"error: {store / FIRST}: "] = policy.arguments(store=store)
-    refused_each(patched, given)
-
-
 def test_missing_rows_with_policy_error(patched, policy, tmp_path):
     store = RolloutStore([policy.store])
     rollout = store.rollout(3)
@@ -209,11 +188,6 @@ def test_replay_without_rollouts(patched: TreeWorker, tmp_path: Path) -> None:
     argv = arguments(batch, ["--lr", "1e-3", "--moe-router-replay"])
     line = the_error(train_on(patched, argv, tmp_path / "logs"))
     assert "this script's forward step replayed nothing" in line
-
-
-def test_options_of_rollouts_without_rollouts(patched: TreeWorker, tmp_path: Path) -> None:
-    line = the_error(train_on(patched, arguments(STEP, ["--moe-router-replay"]), tmp_path / "logs"))
-    assert "does nothing without --rollouts" in line
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from training import STEP, Policy, parts, steps_on, train
+from training import Policy, parts, steps_on, train
 
 from megatron_r3.data.store import RolloutStore, write_shard
 from megatron_r3.train import launch
@@ -193,15 +193,3 @@ def test_a_rank_that_has_another_shard_ends_before_an_update(patched, policy, tm
 def test_the_same_training_without_poison_saves(patched, policy, tmp_path):
     patched.run(poisoned, 1, saves(policy, tmp_path / "s"), "nothing", timeout_s=120)
     assert (tmp_path / "s" / "latest_checkpointed_iteration.txt").read_text() == "1"
-
-
-def test_log_probs_at_the_bound_of_a_store_train_to_finite_weights(patched, policy, tmp_path):
-    store = RolloutStore([policy.store])
-    rollouts = [store.rollout(index) for index in range(len(store))]
-    lowest = [
-        replace(r, logprobs_N=np.where(r.response_N, -64.0, 0.0).astype(np.float32))
-        for r in rollouts
-    ]
-    write_shard(tmp_path / "lowest", store.info, lowest)
-    (weights,) = patched.run(train, 1, policy.arguments(*STEP, store=tmp_path / "lowest"))
-    assert all(torch.isfinite(weight).all() for weight in weights.values())

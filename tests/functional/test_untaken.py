@@ -1,7 +1,4 @@
-"""Routes that were given are taken, or there is an error: in whatever order options were set.
-
-Shape suffixes (docs/glossary.md): T.
-"""
+"""Routes that were given are taken, or there is an error: in whatever order options were set."""
 
 from __future__ import annotations
 
@@ -154,13 +151,6 @@ def nobody_takes_them(rank: int) -> dict[str, dict[str, str]]:
     }
 
 
-def the_option_that_comes_late(rank: int) -> str:
-    start()
-    late = model(config(moe_router_replay=False))
-    late.config.moe_router_replay = True
-    return refusal(lambda: loss_and_gradients(late, BLOCKS["given"]()))
-
-
 NOTHING = {
     "given": "routes of layers [1, 2, 3, 4] were given, and no router took them: ",
     "observed": "routes of layers [1, 2, 3, 4] were given, and no router took them: ",
@@ -180,8 +170,6 @@ def test_a_forward_pass_that_took_no_routes_is_an_error(patched: TreeWorker) -> 
     for way in ("given", "observed"):
         assert "the model chunk that ran has none of these layers" in dense.pop(way)
     assert dense == dict.fromkeys(("no routes", "recording", "live"), "not refused")
-    (late,) = patched.run(the_option_that_comes_late, 1)
-    assert "moe_router_replay was set after this model was made" in late
 
 
 def on_an_unpatched_tree(rank: int) -> dict[str, str]:
@@ -226,43 +214,3 @@ def test_a_replaced_routing_function_is_named(patched: TreeWorker) -> None:
     assert "test_untaken has replaced TopKRouter.routing" in told["config after it"]
     assert "no router took them" in told["model before it"]
     assert "test_untaken has replaced TopKRouter.routing" in told["model before it"]
-
-
-def wrong_ids(rank: int) -> dict[str, str]:
-    start(expert_model_parallel_size=2)
-    gpt = model(config(expert_model_parallel_size=2))
-
-    def run(change: Callable[[dict[int, torch.Tensor]], Any], **more: Any) -> str:
-        ids = routes()
-        change(ids)
-        given = MicrobatchRoutes(ids, **more)
-        return refusal(lambda: loss_and_gradients(gpt, replaying(given)))
-
-    def twice(ids: dict[int, torch.Tensor]) -> None:
-        ids[3][5] = ids[3][5, 0]
-
-    def too_large(ids: dict[int, torch.Tensor]) -> None:
-        ids[2][7, 1] = 8
-
-    def negative(ids: dict[int, torch.Tensor]) -> None:
-        ids[4] = ids[4].to(torch.int16)
-        ids[4][0, 0] = -1
-
-    not_recorded = torch.arange(TOKENS) == 5
-    return {
-        "twice": run(twice),
-        "too large": run(too_large),
-        "negative": run(negative),
-        "right": run(lambda ids: None),
-        "of a token that was not recorded": run(twice, live_T=not_recorded),
-    }
-
-
-def test_wrong_ids_name_layer_and_token_on_every_rank(patched: TreeWorker) -> None:
-    for told in patched.run(wrong_ids, 2):
-        assert "layer 3, token 5: ids " in told["twice"]
-        assert "layer 2, token 7: ids " in told["too large"]
-        assert "distinct experts from 0 to 7" in told["too large"]
-        assert "layer 4, token 0: ids [-1, " in told["negative"]
-        assert told["right"] == "not refused"
-        assert told["of a token that was not recorded"] == "not refused"

@@ -361,16 +361,6 @@ def test_a_group_larger_than_a_shard_is_stored_in_parts(folder):
     check_store(folder / "store", 1, 20)
 
 
-def test_a_terminal_shows_the_progress(folder, capsys, monkeypatch):
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    with engine() as server:
-        assert collect(server.url, 1) == 0
-    bar = capsys.readouterr().err
-    assert "100%" in bar
-    assert "6/6 " in bar
-    assert "tokens=" in bar
-
-
 def test_the_command_line_starts_without_torch():
     code = "import sys, megatron_r3.cli; print([m for m in ('torch', 'httpx', 'numpy') "
     code += "if m in sys.modules])"

@@ -120,27 +120,6 @@ def test_what_cannot_be_decoded(folder, capsys):
     assert "store: exists already" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"reward": None}, "line 1: the line has no `reward`"),
-        ({"reward": 1}, "line 1: `reward` has 1 numbers for 2 choices"),
-        ({"reward": [1, "x"]}, "line 1, choice 1: `reward` is 'x'"),
-        ({"reward": [1, 1e39]}, "finite, in float32"),
-        ({"group": "x"}, "`group` must be a whole number"),
-        ({"request": 3}, "`request` must be the JSON object"),
-        ({"response": {"choices": [3, 4]}}, "a choice is not an object"),
-    ],
-)
-def test_wrong_lines(folder, capsys, change, message):
-    line = {**payload("14_p12_g10_n2"), "reward": [1, 2]}
-    assert convert([{**line, **change}]) == 1
-    error = capsys.readouterr().err
-    assert error.startswith("error: raw.jsonl, line 1")
-    assert message in error
-    assert not Path("store").exists()
-
-
 REWARD = """
 def text(sample):
     return float("42" in sample.response_text)

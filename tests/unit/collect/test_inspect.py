@@ -112,27 +112,6 @@ def test_a_stuck_capture_and_missing_rows_show(tmp_path, capsys):
     assert "\nrepeated rows             0.5\n" in capsys.readouterr().out
 
 
-def test_many_policy_versions_have_a_line_each(tmp_path, capsys):
-    for version in range(16):
-        info = replace(
-            INFO, router_fingerprint=(f"{version:016x}",) * 3, policy_stamp=f"s{version}"
-        )
-        one = replace(ROLLOUTS[version % 6], policy_version=version, reward=version / 10, group=0)
-        write_shard(tmp_path / "s", info, [one])
-    assert main(["rollouts", "inspect", str(tmp_path / "s")]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) < 130
-    facts = dict(line.split("  ", 1) for line in lines if "  " in line)
-    assert facts["router fingerprints"].strip() == "16 values, see --json"
-    assert facts["policy stamps"].strip() == "16 values, see --json"
-    first = lines.index(f"policy versions, {tmp_path / 's'}:") + 2
-    for version, line in enumerate(lines[first : first + 16]):
-        number, rollouts, reward, length, _, stamp = line.split()
-        sampled = len(ROLLOUTS[version % 6].tokens_N) - 2
-        assert (number, rollouts, stamp) == (str(version), "1", f"s{version}")
-        assert (float(reward), float(length)) == (version / 10, sampled)
-
-
 def test_stores_side_by_side_and_for_programs(store, tmp_path, capsys):
     said = SamplingSettings(1.0, 0.95, 0, 0.0, 64)
     info = replace(INFO, policy_stamp="ab12", engine_policy="v7", vocab_size=512, sampling=said)

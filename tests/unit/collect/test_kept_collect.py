@@ -17,7 +17,6 @@ from stored import header_of, rewrite_header
 
 from megatron_r3.cli import main
 from megatron_r3.collect.generate import load_model
-from megatron_r3.collect.prompt_plan import Sampling, sampling_for
 from megatron_r3.data.store import RolloutStore
 from tests.unit.collect.test_generate import PROMPTS as TINY_PROMPTS
 from tests.unit.collect.test_generate import command as sampled
@@ -129,13 +128,6 @@ def test_a_temperature_alone_has_log_probs_of_it_and_no_sets(tiny):
         scaled = torch.log_softmax(torch.from_numpy(logits_of(model, rollout)) / 0.5, -1)
         own = scaled.gather(1, torch.from_numpy(rollout.tokens_N[1:, None]).long())[:, 0].numpy()
         assert np.abs(own - rollout.logprobs_N[1:])[rollout.response_N[1:]].max() < 1e-5
-
-
-def test_plain_sampling_says_nothing_of_it(tiny):
-    assert main(sampled(2)) == 0
-    store = RolloutStore(["store"])
-    assert store.info.sampling.logprobs_of is None
-    assert all(store.rollout(index).kept is None for index in range(len(store)))
 
 
 def test_biased_sampling_keeps_the_log_probs_of_temperature_1(tiny):
@@ -256,13 +248,3 @@ def test_an_sglang_server_without_masks_is_refused(folder, capsys):
         )
         assert sglang(server) == 0  # control: plain sampling needs no masks
     assert "return_sampling_mask" not in server.bodies[-1]
-
-
-def test_what_each_engine_is_asked_for():
-    plain, cut = Sampling(9), Sampling(9, temperature=0.5, top_k=5)
-    for name in ("vllm", "sglang", "transformers"):
-        assert sampling_for(name, plain, biased=False) is plain
-        assert sampling_for(name, cut, biased=False).wants_kept
-        assert not sampling_for(name, cut, biased=True).wants_kept
-        with pytest.raises(ValueError, match="temperature 0: the likeliest token is taken"):
-            sampling_for(name, Sampling(9, temperature=0), biased=False)

@@ -3,8 +3,6 @@
 Shape suffixes (docs/glossary.md): T.
 """
 
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -80,15 +78,6 @@ def test_two_steps_are_mixed_in_two_ways() -> None:
     assert first != [*range(8)]
     assert first != second
     assert first != order_of_step(0, 8, seed=2)
-
-
-def test_another_process_mixes_alike() -> None:
-    code = (
-        "from megatron_r3.train.schedule import Schedule; "
-        "print(*(Schedule(100, seed=3).in_store(700 + i) - 700 for i in range(100)))"
-    )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert [int(place) for place in found.stdout.split()] == order_of_step(7, 100, seed=3)
 
 
 def test_the_order_does_not_change_from_one_version_to_the_next() -> None:

@@ -101,15 +101,6 @@ def test_layers_of_multi_token_prediction_come_last_and_are_dropped():
             decode(body, request, num_mtp_layers=wrong)
 
 
-def test_two_prompts():
-    rows = [made.made_rows(seed=i) for i in range(2)]
-    bodies = [made.megatron(each)[0]["choices"][0] for each in rows]
-    bodies[1] |= {"index": 1, "prompt_token_ids": made.PROMPT[::-1]}
-    samples = decode({"choices": bodies}, {"prompt": [made.PROMPT, made.PROMPT[::-1]]})
-    assert [sample.group for sample in samples] == [0, 1]
-    assert (samples[1].routes.ids_LTK == made.moe_ids(rows[1])).all()
-
-
 def routed(change):
     body, request = made.megatron(made.made_rows())
     choice = body["choices"][0]

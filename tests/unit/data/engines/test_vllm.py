@@ -97,19 +97,6 @@ def test_real_responses(folder, name, shape, prompts, groups):
         assert sample.routes.recorded_T.all()
 
 
-def test_two_prompts_of_two_samples_each(two):
-    """Choices 0 and 1 are of the first prompt, 2 and 3 of the second one."""
-    first, second = two["request"]["prompt"], two["request"]["prompt"][::-1]
-    two["request"]["prompt"] = [first, second]
-    choices = two["response"]["choices"]
-    for choice in copy.deepcopy(choices):
-        choices.append({**choice, "index": len(choices), "prompt_token_ids": second})
-    samples = decode(two)
-    assert [sample.group for sample in samples] == [0, 0, 1, 1]
-    prompts = [sample.tokens_N[: sample.prompt_length].tolist() for sample in samples]
-    assert prompts == [first, first, second, second]
-
-
 @pytest.mark.parametrize(
     "path", sorted(DATA.glob("*/*.json")), ids=lambda p: f"{p.parent.name}-{p.stem[:2]}"
 )

@@ -276,20 +276,6 @@ def test_a_version_that_was_sampled_by_other_weights(rig: Rig) -> None:
     assert examined(compared(given, recorded, rig.live)).alarms == []
 
 
-def wrong_rotary(model: Any) -> Any:
-    """The model with wrong rotary frequencies, like an engine with a wrong rotary kernel."""
-    other = copy.deepcopy(model)
-    other.model.rotary_emb.inv_freq *= 3
-    return other
-
-
-def test_an_engine_that_computes_the_model_wrongly(rig: Rig) -> None:
-    engine = wrong_rotary(rig.model)
-    wrong = compared(rig.given, [run(engine, one) for one in rig.given], rig.live)
-    evidence = the_alarm(wrong, OTHER, model="DIR")
-    assert "% in layer 1 (at most 5" in evidence
-
-
 def test_one_layer_of_one_expert_is_no_fault() -> None:
     """With one layer of 2 experts and top-1, rows repeat by chance."""
     rng = np.random.default_rng(0)
