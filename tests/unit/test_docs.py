@@ -38,6 +38,7 @@ REHEARSAL = "by hand: make gpu REHEARSE=1 takes six minutes; tests run its parts
 NO_DOCKER = "by hand: it needs several images of gigabytes"
 JOBS = "tests/unit/launch/test_jobs.py"
 CONTAINERS = "ci loop_in_containers"
+UNIT, RUNS = "tests/unit/", "tests/functional/"
 PATCHING = "tests/unit/patching/"
 KEEPERS = "tests/unit/keepers/"
 CHECK = "tests/functional/test_check.py"
@@ -64,15 +65,9 @@ RUN_BY = [
     (r"make image-(vllm-cpu|sampler)\b", NO_DOCKER),
     (r"make (help|files)\b", HERE),
     (r"make compare\b", "by hand: it takes an hour; tests/unit/comparison runs its parts"),
-    (
-        r"make trees\b",
-        "tests/unit/fidelity/test_pinned_trees.py::test_a_tree_that_is_refused_is_a_row",
-    ),
+    (r"make trees\b", f"{UNIT}fidelity/test_pinned_trees.py::test_a_tree_that_is_refused_is_a_row"),
     (r"make upstream\b", NO_CLONE),
-    (
-        r"make mutants\b",
-        "tests/unit/fidelity/test_mutants.py::test_a_fault_is_put_in_noticed_and_taken_out",
-    ),
+    (r"make mutants\b", f"{UNIT}fidelity/test_mutants.py::test_a_fault_is_put_in_noticed_and"),
     (r"make ([\w-]+)", r"ci make \1"),
     (r"python -m proof\.fidelity\.run --quick\b", "by hand: .ci/newer"),
     (r"megatron-r3 apply\b", "tests/unit/patching/test_patches_cli.py::test_a_whole_round"),
@@ -81,13 +76,10 @@ RUN_BY = [
     (r"megatron-r3 rollouts collect --engine transformers\b", "ci make demo"),
     (r"python -m demo.policy\b", CONTAINERS),  # its first step
     (r"megatron-r3 rollouts\b", HERE),
-    (
-        r"megatron-r3 rl check\b",
-        "tests/unit/loop/test_config.py::test_check_reads_what_the_parts_read_and_starts_nothing",
-    ),
+    (r"megatron-r3 rl check\b", f"{UNIT}loop/test_config.py::test_check_reads_what_the_parts"),
     (
         r"megatron-r3 rl (run|sampler|collector|trainer)\b(?!.*--(host|print))",
-        "tests/functional/test_rl_run.py::test_every_policy_is_verified",
+        f"{RUNS}test_rl_run.py::test_every_policy_is",
     ),
     (r"megatron-r3 rl (sampler|collector) .*--host\b", f"{JOBS}::test_the_jobs_of_kubernetes"),
     (r"megatron-r3 rl trainer .*--print\b", f"{JOBS}::test_a_shell_runs_the_printed_command"),
@@ -97,24 +89,15 @@ RUN_BY = [
         "by hand: it takes vLLM on the CPU, and seven minutes",
     ),
     (r"python -m pytest\b", "ci make test-all"),
-    (
-        r"python -m proof\.comparison\.report\b",
-        "tests/unit/comparison/test_report.py::test_the_command",
-    ),
-    (
-        r"python -m proof\.benchmarks\.report\b",
-        "tests/unit/benchmarks/test_report.py::test_the_command",
-    ),
+    (r"python -m proof\.comparison\.report\b", f"{UNIT}comparison/test_report.py::test_the"),
+    (r"python -m proof\.benchmarks\.report\b", f"{UNIT}benchmarks/test_report.py::test_the"),
     (r"python -m proof\.benchmarks\.\w+", REHEARSAL),
     (r"python -m megatron_r3\.cpu\b", "ci make demo"),
     (
         r"(python -m proof\.fidelity\.traced|torchrun .*--moe-routing-trace-path)\b",
-        "tests/functional/test_traced.py::test_the_tracer_sees_the_routes",
+        f"{RUNS}test_traced.py::test_the_tracer_sees",
     ),
-    (
-        r"python -m proof\.fidelity\.upstream\b",
-        "tests/unit/fidelity/test_upstream.py::test_rows_say_what",
-    ),
+    (r"python -m proof\.fidelity\.upstream\b", f"{UNIT}fidelity/test_upstream.py::test_rows_say"),
     (
         r"(python -m sglang|vllm serve)\b",
         "by hand: the engine's own; make demo SAMPLER=vllm and SAMPLER=sglang run them on the CPU",
@@ -126,36 +109,18 @@ RUN_BY = [
         r"python -m megatron_r3\.weights\.model_arguments\b",
         "tests/unit/weights/test_families.py::test_the_command",
     ),
-    (
-        r"torchrun .*\$ARGS\b",
-        "tests/functional/test_update_examples.py::test_a_command_of_the_page_trains",
-    ),
-    (
-        r"torchrun .*hf\.py .*--hf-bridge\b",
-        "tests/clients/test_bridge_weights.py::test_a_model_that_is_no_family_of_ours",
-    ),
-    (
-        r"torchrun .*-m megatron_r3\.loop\.serve\b",
-        "tests/functional/test_serve.py::test_collect_stores",
-    ),
-    (
-        r"torchrun .*demo/own_loop\.py\b",
-        "tests/functional/test_docs_example.py::test_the_whole_program_trains",
-    ),
+    (r"torchrun .*\$ARGS\b", f"{RUNS}test_update_examples.py::test_a_command_of_the_page_trains"),
+    (r"torchrun .*hf\.py .*--hf-bridge\b", "tests/clients/test_bridge_weights.py::test_a_model"),
+    (r"torchrun .*-m megatron_r3\.loop\.serve\b", f"{RUNS}test_serve.py::test_collect_stores"),
+    (r"torchrun .*demo/own_loop\.py\b", f"{RUNS}test_docs_example.py::test_the_whole_program"),
     (
         r"torchrun .*-m megatron_r3\.cpu megatron_r3/loop/serve\.py\b",
         "tests/functional/test_serve.py::test_the_command_of_the_page_is_the_one_that_runs_here",
     ),
     (r"torchrun .*hf\.py --hf-export\b", "tests/functional/test_hf.py::test_import_and_export"),
     (r"torchrun .*hf\.py --hf-import\b", "tests/functional/test_hf.py::test_import_and_export"),
-    (
-        r"torchrun .*pretrain_gpt\.py .*--rollouts-follow\b",
-        "tests/functional/test_follow.py::test_a_store_that_grows_trains_as_the_whole_one",
-    ),
-    (
-        r"torchrun .*train_rl\.py\b",
-        "tests/functional/test_rl_loop.py::test_what_the_engine_sampled_is_replayed",
-    ),
+    (r"torchrun .*pretrain_gpt\.py .*--rollouts-follow\b", f"{RUNS}test_follow.py::test_a_store"),
+    (r"torchrun .*train_rl\.py\b", f"{RUNS}test_rl_loop.py::test_what_the_engine_sampled_is"),
     (r"torchrun .*pretrain_gpt\.py\b", "ci make demo"),  # the options; the model is the reader's
     (r"pip install\b", "ci make test-all"),
     (r"docker build\b", "ci make image"),
