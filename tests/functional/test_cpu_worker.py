@@ -1,7 +1,5 @@
 """A script runs as `-m megatron_r3.cpu` promises: its children, and a user's mistake."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 python restarting_server.py MODEL VERSION PORT PID_FILE
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from stored import INFO, ROLLOUTS, make_rollout
+from stored import INFO, make_rollout
 
 from megatron_r3.balance.skew import SkewPlan, measure_skew
 from megatron_r3.cli import main
@@ -118,9 +118,3 @@ def test_what_does_not_fit_is_refused(lopsided, message, capsys):
     words = [word.format(store=lopsided) for word in WRONG[message]]
     assert main(["rollouts", "skew", str(lopsided), *words]) == 1
     assert message.format(store=lopsided) in capsys.readouterr().err
-
-
-def test_stores_of_several_directories_are_one(lopsided, tmp_path, capsys):
-    write_shard(tmp_path / "t", INFO, ROLLOUTS)
-    assert main(["rollouts", "skew", str(lopsided), str(tmp_path / "t"), "--ep", "2"]) == 0
-    assert "13 rollouts" in capsys.readouterr().out

@@ -1,7 +1,5 @@
 """How Megatron's server is asked, and what of an answer says who sampled it."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_r3.collect.engine import Identity, NoAnswer

@@ -1,7 +1,5 @@
 """A collection goes on with the same prompts alone: token ids, texts and chats."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

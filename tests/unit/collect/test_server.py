@@ -1,7 +1,5 @@
 """Values that no model can sample, answers of other models, and servers that change."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

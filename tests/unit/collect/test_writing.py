@@ -1,7 +1,5 @@
 """What a shelf writes: whole groups, and none of a group that lost a sample if so asked."""
 
-from __future__ import annotations
-
 import pytest
 from stored import INFO, make_rollout
 

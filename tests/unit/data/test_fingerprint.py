@@ -1,7 +1,5 @@
 """Digests of weights."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

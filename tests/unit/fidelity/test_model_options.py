@@ -1,7 +1,5 @@
 """A tree's options that say what a model is: which nobody has read."""
 
-from __future__ import annotations
-
 import pytest
 
 from proof.fidelity.model_options import options, unread

@@ -11,9 +11,7 @@ from patching_upstream import (
     LINE,
     NEW,
     OTHER,
-    README,
     TAG,
-    commit,
     git,
     snapshot,
     write,
@@ -69,24 +67,6 @@ def test_check_on_the_base_needs_patches_that_apply(upstream):
         export_series(upstream.checkout, upstream.patches, check=True)
     assert snapshot(upstream.checkout) == before
     assert not (upstream.checkout / ".git/rebase-apply").exists()
-
-
-def test_check_on_a_base_that_lacks_all_files_of_a_patch(upstream):
-    git("checkout", "--quiet", TAG, cwd=upstream.checkout)
-    (upstream.checkout / README).unlink()
-    lacking = commit(upstream.checkout, "Without the README")
-    with open(upstream.patches / "versions.toml", "a") as versions:
-        versions.write(
-            f'\n[[lines."{LINE}".trees]]\nname = "lacking"\ncommit = "{lacking}"\n'
-            f'absent = ["{README}"]\n'
-        )
-    done = export_series(upstream.checkout, upstream.patches, check=True)
-    assert done.names == tuple(file.name for file in upstream.series[:3])
-    assert done.differ == ()
-    versions = upstream.patches / "versions.toml"
-    versions.write_text(versions.read_text().rpartition("absent")[0])
-    with pytest.raises(PatchingError, match="git am stopped at 0004-Document"):
-        export_series(upstream.checkout, upstream.patches, check=True)
 
 
 def test_the_users_git_configuration_changes_nothing(upstream, tmp_path, monkeypatch):

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import signal
 import subprocess
 
 import pytest
@@ -18,7 +17,6 @@ from patching_export import (
 )
 from patching_upstream import (
     BODY,
-    KILLED,
     LINE,
     OTHER,
     ROUTER,
@@ -26,7 +24,6 @@ from patching_upstream import (
     add_line,
     commit,
     git,
-    run_cli,
     snapshot,
     write,
 )
@@ -215,20 +212,6 @@ def test_all_patches_are_written_or_none(upstream, monkeypatch, after):
     assert snapshot(upstream.patches) == before
     export_series(upstream.checkout, upstream.patches)
     assert numbers(upstream) == [1, 2, 4, 5]
-
-
-@pytest.mark.parametrize("n", [0, 2])
-def test_an_export_that_was_killed_is_finished_by_the_next(upstream, n):
-    expected = bytes_of(upstream.patches / LINE)
-    for patch in upstream.series:
-        patch.write_bytes(patch.read_bytes().replace(b"Why.", b"Because."))
-    arguments = ("export", upstream.checkout, "--patches", upstream.patches)
-    done = run_cli(*arguments, prelude=KILLED.format(n=n))
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    now = bytes_of(upstream.patches / LINE)
-    assert sum(now[name] == expected[name] for name in expected) == n  # each old or new
-    export_series(upstream.checkout, upstream.patches)
-    assert bytes_of(upstream.patches / LINE) == expected
 
 
 def test_a_patch_in_the_folder_that_cannot_be_read_is_replaced(upstream):

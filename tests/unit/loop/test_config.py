@@ -1,7 +1,5 @@
 """The config of a run: what is refused before anything is started, and the trainer's command."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 Shape suffixes (docs/glossary.md): K, L, T.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

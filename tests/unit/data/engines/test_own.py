@@ -3,8 +3,6 @@
 Shape suffixes (docs/glossary.md): K, L, N, T.
 """
 
-from __future__ import annotations
-
 import engine_bodies as made
 import numpy as np
 import pytest

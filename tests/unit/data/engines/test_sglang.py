@@ -3,8 +3,6 @@
 Shape suffixes (docs/glossary.md): K, L, N, T, U.
 """
 
-from __future__ import annotations
-
 import base64
 import copy
 

@@ -1,7 +1,5 @@
 """Where a model's MoE layers are, from its transformers config."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

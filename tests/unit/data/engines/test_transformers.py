@@ -3,8 +3,6 @@
 Shape suffixes (docs/glossary.md): E, T.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -3,8 +3,6 @@
 Shape suffixes (docs/glossary.md): K, L, N, T.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import engine_bodies as made
