@@ -151,6 +151,8 @@ def test_texts_of_a_store_do_not_reach_the_terminal_as_they_are(store, tmp_path,
         assert len(text) < 20_000
     wrong = {**stats, "policy_stamps": ["\x1b[2J"], "router_fingerprints": [["\x1b[2J"]]}
     assert text_of([wrong], False).count("\\x1b[2J") == 2
+    many = {**stats, "policy_stamps": [f"s{n}" for n in range(16)]}
+    assert "16 values, see --json" in text_of([many], False)
     row = {"rollouts": 1, "reward": 0.0, "response_length": 1.0, "policies": ["\x1b[2J"]}
     text = text_of([{**stats, "by_version": {"0": row, "1": row}}], True)
     assert all(line.isprintable() for line in text.splitlines())

@@ -186,32 +186,30 @@ def test_a_signal_before_sampling_begins(tmp_path, number, rewards, line):
     assert not (tmp_path / "store").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT])
-def test_a_signal_during_a_reward_that_does_not_return(tmp_path, number):
+def test_a_signal_during_a_reward_that_does_not_return(tmp_path):
     write_inputs(tmp_path, 1)
     (tmp_path / "rewards.py").write_text(SLOW_REWARD)
     with engine() as server:
         process = start(tmp_path, server.url)
         line_with(process, "rewarding")
-        process.send_signal(number)
+        process.send_signal(signal.SIGINT)
         _, error = process.communicate(timeout=30)
-    assert process.returncode == 128 + number
+    assert process.returncode == 128 + signal.SIGINT
     assert f"interrupted; store has 0 of {N} rollouts" in error
     assert not (tmp_path / "store").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP])
-def test_a_signal_while_a_shard_is_written(tmp_path, number):
+def test_a_signal_while_a_shard_is_written(tmp_path):
     """The shard is whole; one signal that comes twice within a moment is one."""
     write_inputs(tmp_path, PROMPTS)
     (tmp_path / "rewards.py").write_text(SLOW_DISK.replace("SECONDS", "0.4"))
     with engine() as server:
         process = start(tmp_path, server.url)
         line_with(process, "storing")
-        process.send_signal(number)
-        process.send_signal(number)
+        process.send_signal(signal.SIGHUP)
+        process.send_signal(signal.SIGHUP)
         _, error = process.communicate(timeout=30)
-        assert process.returncode == 128 + number
+        assert process.returncode == 128 + signal.SIGHUP
         have = len(RolloutStore([tmp_path / "store"]))
         assert f"interrupted; store has {have} of {PROMPTS * N} rollouts" in error
         assert 0 < have < PROMPTS * N
@@ -219,8 +217,7 @@ def test_a_signal_while_a_shard_is_written(tmp_path, number):
     check_store(tmp_path / "store", PROMPTS, N)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT])
-def test_a_second_signal_ends_at_once(tmp_path, number):
+def test_a_second_signal_ends_at_once(tmp_path):
     write_inputs(tmp_path, PROMPTS)
     (tmp_path / "rewards.py").write_text(SLOW_DISK.replace("SECONDS", "60"))
     with engine() as server:
@@ -228,9 +225,9 @@ def test_a_second_signal_ends_at_once(tmp_path, number):
         line_with(process, "storing")
         process.send_signal(signal.SIGTERM)
         time.sleep(1)
-        process.send_signal(number)
+        process.send_signal(signal.SIGINT)
         process.communicate(timeout=30)
-        assert process.returncode == -number
+        assert process.returncode == -signal.SIGINT
         (tmp_path / "rewards.py").write_text(REWARD)
         assert start(tmp_path, server.url).wait() == 0
     check_store(tmp_path / "store", PROMPTS, N)
