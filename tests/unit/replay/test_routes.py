@@ -168,3 +168,10 @@ def test_layers_and_tokens_are_counted_from_the_origin():
     ids[0, 2] = 3
     with pytest.raises(RoutesError, match="at MoE layer 5, token 42:"):
         check_ids(ids, 16, origin=Origin(layer=5, token=40))
+
+
+def test_the_caller_may_change_the_array_afterwards():
+    ids_LTK = np.arange(6, dtype=np.uint8).reshape(1, 2, 3)
+    routes = Routes.from_array(ids_LTK, 8)
+    ids_LTK[:] = 0
+    assert routes.ids_LTK.tolist() == [[[0, 1, 2], [3, 4, 5]]]
