@@ -300,6 +300,23 @@ def _updates() -> list[Case]:
     ]
 
 
+def _lora() -> list[Case]:
+    """Cases in which only LoRA adapters are trained."""
+    one, recomputed = "LoRA, 1 process", f"{FULL} uniform"
+    cases = [
+        Case(one, 1),
+        Case("LoRA, EP2", 2, EP2),
+        Case("LoRA, EP2, full recompute", 2, f"{EP2} {recomputed}", quick=True),
+        Case("LoRA, TP2+SP", 2, TP2),
+        Case("LoRA, TP2+SP, full recompute", 2, f"{TP2} {recomputed}"),
+        Case("LoRA, PP2", 2, PP2, bitwise=one),
+        Case("LoRA, PP2, full recompute", 2, f"{PP2} {recomputed}", bitwise=one),
+        Case("LoRA on attention, EP2, full recompute", 2, f"{EP2} {recomputed}"),
+        Case("LoRA on attention, TP2+SP", 2, TP2),
+    ]
+    return [replace(c, model=c.name.split(",")[0], recomputes="recompute" in c.name) for c in cases]
+
+
 def _guests() -> list[Case]:
     """Cases of guest experts, on models whose rollouts make two experts hot."""
     slots = "--moe-router-replay-guest-slots 2"
@@ -357,5 +374,6 @@ CASES: tuple[Case, ...] = (
     *_overlapped(),
     *_balanced(),
     *_updates(),
+    *_lora(),
     *_guests(),
 )

@@ -106,7 +106,8 @@ def _gradients(models: list[torch.nn.Module]) -> dict[int, torch.Tensor]:
     for model in models:
         if model.ddp_config.use_distributed_optimizer:
             _gather_shards(model)
-    return {id(p): p.main_grad for model in models for p in model.parameters()}
+    parameters = (p for model in models for p in model.parameters())
+    return {id(p): p.main_grad for p in parameters if p.requires_grad}
 
 
 def _gather_shards(model: torch.nn.Module) -> None:

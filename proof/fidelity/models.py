@@ -37,6 +37,7 @@ class Model:
         multiple: the number of input tokens of every rollout is a multiple of this.
         tolerance: the largest relative error of loss and gradients that a layout may have.
         update: how a training updates the weights on the rollouts.
+        adapters: the linear layers that get LoRA adapters; all else is frozen. Empty: none.
     """
 
     arguments: str
@@ -46,6 +47,7 @@ class Model:
     multiple: int = 1
     tolerance: float = 2e-5
     update: Update = ONE_STEP
+    adapters: tuple[str, ...] = ()
 
     def argv(self) -> list[str]:
         """All Megatron options of the model, on a machine without a GPU."""
@@ -56,6 +58,7 @@ FOUR = tuple(range(4))
 # Rounding to bfloat16 changes a value by up to 2^-9 of it. A gradient has gone through about 100
 # roundings, whose errors add up to about sqrt(100) * 2^-9 = 2e-2 of it.
 BF16 = 5e-2
+ATTENTION, EXPERTS_TOO = ("linear_qkv", "linear_proj"), ("linear_fc1", "linear_fc2")
 
 MODELS = {
     "base": Model("--num-layers 4", FOUR),
@@ -94,6 +97,8 @@ MODELS = {
     "bf16 mtp": Model("--num-layers 4 --bf16 --mtp-num-layers 1", FOUR, tolerance=BF16),
     "mini-steps": Model("--num-layers 4", FOUR, update=TWO_STEPS),
     "R2": Model("--num-layers 4", FOUR, update=replace(TWO_STEPS, source="old-policy")),
+    "LoRA": Model("--num-layers 4", FOUR, adapters=(*ATTENTION, *EXPERTS_TOO)),
+    "LoRA on attention": Model("--num-layers 4", FOUR, adapters=ATTENTION),
     "temperature": Model("--num-layers 4", FOUR, update=Update(temperature=0.7)),
 }
 # the first two experts are hot, so the rank that owns them has the most tokens

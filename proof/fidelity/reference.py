@@ -159,7 +159,8 @@ def _step(
     Returns:
         The mean loss and the mean absolute loss; the gradients by the `id()` of their parameters.
     """
-    gradients = {id(p): torch.zeros_like(p, dtype=torch.float32) for p in model.parameters()}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    gradients = {id(p): torch.zeros_like(p, dtype=torch.float32) for p in trained}
     total, positive, num_tokens = 0.0, 0.0, 0
     for sampled, old_T, advantage in part:
         losses_T = _losses(nll_of(sampled), old_T, sampled, advantage)

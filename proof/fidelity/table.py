@@ -17,6 +17,7 @@ from proof.fidelity.cases import CASES, Case
 from proof.fidelity.gradients import assemble
 from proof.fidelity.judge import Judge, gradient_error
 from proof.fidelity.layout import run_layout
+from proof.fidelity.lora import with_adapters
 from proof.fidelity.models import MODELS, Model
 from proof.fidelity.observe import RankResult
 from proof.fidelity.reference import CLIP_EPS, make_reference
@@ -92,8 +93,8 @@ class Table:
 
     def _run(self, case: Case, options: str = "") -> list[RankResult]:
         prepared = self._prepared(case.model)
-        update = MODELS[case.model].update
-        argv = MODELS[case.model].argv() + shlex.split(f"{case.arguments} {options}")
+        model, update = MODELS[case.model], MODELS[case.model].update
+        argv = model.argv() + shlex.split(f"{case.arguments} {options}")
         argv += ["--load", str(prepared.checkpoint), "--finetune"]
         argv += ["--no-load-optim", "--no-load-rng", "--exit-on-missing-checkpoint"]
         argv += ["--micro-batch-size", str(case.micro_batch_size)]
@@ -108,8 +109,10 @@ class Table:
         argv += ["--lr", "1e-30", "--min-lr", "0", "--log-interval", "1", *update.argv()]
         argv += ["--moe-router-replay-verify-dispatch", "--moe-router-replay-verify-plan"]
         return self.worker.run(
-            run_layout,
+            with_adapters,
             case.ranks,
+            model.adapters,
+            run_layout,
             argv,
             prepared.stores,
             case.forward_only_first,
@@ -124,8 +127,10 @@ class Table:
             rollouts = make_rollouts(model)
             argv = [*model.argv(), "--micro-batch-size", "1"]
             (reference,) = self.worker.run(
-                make_reference,
+                with_adapters,
                 1,
+                model.adapters,
+                make_reference,
                 argv,
                 rollouts,
                 folder / "checkpoint",
