@@ -73,6 +73,9 @@ KNOWN_VALUES = {
 
 # The modules whose CUDA graph does not contain the router.
 _GRAPHS_WITHOUT_ROUTER = {"mlp", "mamba", "full_iteration_inference"}
+# The value of moe_router_replay with which a config that is made in code leaves the router out of
+# its CUDA graphs (seams/option.py).
+WITHOUT_ROUTER = "graphs_without_router"
 
 
 def refusals(config: Any, upstream: Any = None) -> list[str]:
@@ -124,9 +127,9 @@ def refusals(config: Any, upstream: Any = None) -> list[str]:
             "moe_router_force_biased replaces the logits; unset it",
         ),
         (
-            graphs := _graphs_without_router(config),
+            graphs := _graphs_to_give(config),
             "a CUDA graph that captures the router would repeat the routes of its first "
-            f"microbatch; give {graphs}",
+            f'microbatch; in code set moe_router_replay="{WITHOUT_ROUTER}", or give {graphs}',
         ),
         (given("flextron"), "flextron puts a top-k of its own into the routers; unset it"),
         (
@@ -143,18 +146,19 @@ def refusals(config: Any, upstream: Any = None) -> list[str]:
     return [reason for refused, reason in checks if refused]
 
 
-def _graphs_without_router(config: Any) -> str:
-    """The options to give where a CUDA graph captures the router; empty where no graph does.
+def modules_without_router(config: Any) -> list[str] | None:
+    """What graphs of Transformer Engine may still capture where a graph captures the router.
 
-    Example: `--cuda-graph-impl transformer_engine --cuda-graph-modules attn` in place of the
-    modules attn, moe_router and moe_preprocess.
+    None means that no graph captures the router. An empty list means that the graphs capture
+    nothing but the router. Example: `["attn"]` in place of the modules attn, moe_router and
+    moe_preprocess, or of a whole layer, which is an empty list in the config.
 
-    The modules that a graph captures are in cuda_graph_modules from 0.18 on, and before that in
-    cuda_graph_scope. An empty list means whole layers.
+    Args:
+        config: as in `refusals`.
     """
     implementation = getattr(config, "cuda_graph_impl", "none")
     if implementation == "none":
-        return ""
+        return None
     modules = getattr(config, "cuda_graph_modules", None) or getattr(
         config, "cuda_graph_scope", None
     )
@@ -164,10 +168,22 @@ def _graphs_without_router(config: Any) -> str:
     # (megatron/core/transformer/transformer_layer.py, create_mcore_cudagraph_manager).
     attention = {"attn"} if implementation == "transformer_engine" else set()
     if names and not names - _GRAPHS_WITHOUT_ROUTER - attention:
+        return None
+    whole = ["attn"] if names <= {"full", "full_iteration"} else []
+    return sorted(names & {"attn", "mlp", "mamba"}) or whole
+
+
+def field_of_modules(config: Any) -> str:
+    """The field with the captured modules: cuda_graph_modules, or cuda_graph_scope before 0.18."""
+    return "cuda_graph_modules" if hasattr(config, "cuda_graph_modules") else "cuda_graph_scope"
+
+
+def _graphs_to_give(config: Any) -> str:
+    """The options to give where a CUDA graph captures the router; empty where no graph does."""
+    if (modules := modules_without_router(config)) is None:
         return ""
-    option = "modules" if hasattr(config, "cuda_graph_modules") else "scope"
-    kept = sorted(names & {"attn", "mlp", "mamba"}) or ["attn"]
-    return f"--cuda-graph-impl transformer_engine --cuda-graph-{option} {' '.join(kept)}"
+    option = field_of_modules(config).replace("_", "-")
+    return f"--cuda-graph-impl transformer_engine --{option} {' '.join(modules or ['attn'])}"
 
 
 def unknown_options(config: Any, upstream: Any = None) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import logging
@@ -10,25 +11,119 @@ from typing import Any
 
 import torch
 
-from megatron_r3.replay.replayable import refusals
+from megatron_r3.replay.replayable import (
+    WITHOUT_ROUTER,
+    field_of_modules,
+    modules_without_router,
+    refusals,
+)
 from megatron_r3.seams import deferred
 
 _OF_GUESTS = "moe_router_replay_guest_"
 
 
-def prepare_config(config: Any) -> None:
+def prepare_config(config: Any, was_made: bool = False) -> None:
     """Check a config, settle its fusion options, and have recomputes bound to their micro-batch.
+
+    A config that asks for it has its router taken out of its CUDA graphs before the check.
 
     `__post_init__` of the config calls this function, and so does each router that is made with the
     config, because a framework may have set `moe_router_replay` after the config was made. A second
     call changes nothing.
 
+    Args:
+        config: a TransformerConfig, in which replay is on.
+        was_made: whether the config's own `__post_init__` has returned.
+
     Raises:
-        ValueError: as `check_config`.
+        ValueError: as `take_router_out_of_graphs`, `check_config`.
     """
+    if isinstance(config.moe_router_replay, str):
+        take_router_out_of_graphs(config, was_made)
     check_config(config)
     settle_fusion(config)
     deferred.install()
+
+
+def take_router_out_of_graphs(config: Any, was_made: bool = False) -> None:
+    """Have CUDA graphs capture what remains without the router, and set the option to True.
+
+        given: moe_router_replay="graphs_without_router", cuda_graph_impl="local",
+               cuda_graph_modules=[attn, moe_router, moe_preprocess]
+        after: moe_router_replay=True, cuda_graph_impl="transformer_engine",
+               cuda_graph_modules=[attn]
+
+    Where no graph captures the router, only the option changes. Megatron has already checked the
+    given graphs, so Megatron's checks run again, on a copy of the config with the graphs that
+    remain. Example: full recompute is allowed only in a graph of the whole iteration.
+
+    Args:
+        config: a TransformerConfig whose moe_router_replay is a string.
+        was_made: as in `prepare_config`. Then layers may have their graphs already.
+
+    Raises:
+        ValueError: the string is not "graphs_without_router"; the config was made before; nothing
+            but the router is captured; or Megatron refuses the graphs that remain.
+    """
+    asked = f"moe_router_replay={config.moe_router_replay!r:.80}"
+    if config.moe_router_replay != WITHOUT_ROUTER:
+        raise ValueError(
+            f'{asked}: give True, or "{WITHOUT_ROUTER}" to leave the router out of CUDA graphs'
+        )
+    if was_made:
+        raise ValueError(f"{asked} came after the config was made; set it before")
+    kept = modules_without_router(config)
+    if kept == []:
+        raise ValueError(
+            f"{asked}: the CUDA graphs capture nothing but the router; have them capture attn, or "
+            "give cuda_graph_impl='none'"
+        )
+    config.moe_router_replay = True
+    if kept is None:
+        return
+    try:
+        changed = _recapture(config, kept)
+    except AssertionError as error:
+        raise ValueError(
+            f"{asked}: Megatron refuses graphs of transformer_engine with {kept}: {error}"
+        ) from error
+    _warn_once(f"{asked}: {', '.join(changed)}")
+
+
+def _recapture(config: Any, modules: list[str]) -> list[str]:
+    """Have graphs of Transformer Engine capture these modules; returns what was changed, in words.
+
+    Raises:
+        AssertionError: of Megatron's own checks; the config is as it was.
+    """
+    # imported here: the class calls this module in its own `__post_init__`
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    checked = copy.copy(config)
+    graphs: dict[str, Any] = {"cuda_graph_impl": "transformer_engine"}
+    graphs[field_of_modules(config)] = modules
+    # Megatron has already made cuda_graph_impl of the two deprecated fields. From 0.18 on, where
+    # the graphs of inference are None, Megatron sets them to what cuda_graph_impl allows.
+    graphs |= {"enable_cuda_graph": False, "external_cuda_graph": False}
+    if hasattr(config, "inference_cuda_graph_scope"):
+        graphs["inference_cuda_graph_scope"] = None
+    for name, value in graphs.items():
+        setattr(checked, name, value)
+    TransformerConfig.__post_init__(checked)
+    changed = []
+    for name in graphs:
+        before, after = _names(getattr(config, name)), _names(getattr(checked, name))
+        if before != after:
+            changed.append(f"{name}={before} became {after}")
+        setattr(config, name, getattr(checked, name))
+    return changed
+
+
+def _names(value: Any) -> Any:
+    """A field's value in words: members of an enum by their names, and no modules as layers."""
+    if isinstance(value, list):
+        return "+".join(_names(one) for one in value) or "whole layers"
+    return getattr(value, "name", value)
 
 
 def check_config(config: Any) -> None:

@@ -51,7 +51,7 @@ class RouterHook:
         recorder: Any = None,
     ) -> None:
         if getattr(config, "moe_router_replay", False):
-            prepare_config(config)
+            prepare_config(config, was_made=True)
         self.has_routes = has_routes
         self.layer_number = layer_number
         self.recorder = recorder

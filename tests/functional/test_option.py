@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
-from tiny import config, start
+from tiny import config, model, start
 
 from megatron_r3.seams import option
 from proof.fidelity.rig.worker import TreeWorker
@@ -110,6 +111,96 @@ def test_an_engine_that_records_has_no_fused_router(patched: TreeWorker) -> None
     assert patched.run(fusion_beside_an_engine, 1, True) == [(False, True)]
     # the control: without the engine's option it stays fused
     assert patched.run(fusion_beside_an_engine, 1, False) == [(True, True)]
+
+
+WITHOUT = "graphs_without_router"
+ROUTER = ["moe_router", "moe_preprocess"]
+CAPTURED = ["attn", *ROUTER]
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def graphs(rank: int, asked: Any, impl: str, modules: Any, options: dict[str, Any]) -> Any:
+    """The CUDA graphs of a config that is made, and what is logged; or the error's text."""
+    start()
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(option.__name__).addHandler(handler)
+    name = option.field_of_modules(config())
+    late = options.pop("late", False)
+    given = {"cuda_graph_impl": impl, name: modules, **options}
+    try:
+        made = config(moe_router_replay=False if late else asked, **given)
+        if late:
+            made.moe_router_replay = asked
+            model(made)
+        # Megatron checks each field again, the graphs of inference too
+        assert replace(made) == made
+    except ValueError as error:
+        return str(error)
+    return (
+        made.moe_router_replay,
+        made.cuda_graph_impl,
+        [m.name for m in getattr(made, name)],
+        lines,
+    )
+
+
+@pytest.mark.parametrize(
+    ("impl", "modules", "options"),
+    [
+        ("transformer_engine", CAPTURED, {}),
+        ("local", CAPTURED, {}),
+        ("local", [], {}),  # whole layers
+        ("local", "full_iteration", {}),
+        ("none", [], {"enable_cuda_graph": True}),
+        ("transformer_engine", ["attn", "mlp", *ROUTER], {"moe_layer_freq": [0, 1, 1, 1]}),
+    ],
+)
+def test_the_router_is_taken_out_of_cuda_graphs(
+    patched: TreeWorker, impl: str, modules: Any, options: dict[str, Any]
+) -> None:
+    (got,) = patched.run(graphs, 1, WITHOUT, impl, modules, options)
+    kept = ["attn", "mlp"] if "mlp" in modules else ["attn"]
+    assert got[:3] == (True, "transformer_engine", kept)
+    (line,) = got[3]
+    assert line.startswith(f"moe_router_replay='{WITHOUT}': cuda_graph_"), line
+    if isinstance(modules, list):
+        assert f"={'+'.join(modules) or 'whole layers'} became" in line
+    assert line.count(f" became {'+'.join(kept)}") == 1, line
+    # control: without the word the same config is refused, and the error tells the word
+    (refused,) = patched.run(graphs, 1, True, impl, modules, options)
+    assert f'in code set moe_router_replay="{WITHOUT}", or give --cuda-graph-impl' in refused
+
+
+@pytest.mark.parametrize(("impl", "kept"), [("none", CAPTURED), ("transformer_engine", ["attn"])])
+def test_graphs_without_a_router_stay_as_they_are(
+    patched: TreeWorker, impl: str, kept: list[str]
+) -> None:
+    assert patched.run(graphs, 1, WITHOUT, impl, kept, {}) == [(True, impl, kept, [])]
+
+
+@pytest.mark.parametrize(
+    ("asked", "modules", "options", "why"),
+    [
+        ("yes", CAPTURED, {}, f'give True, or "{WITHOUT}"'),
+        (WITHOUT, ROUTER, {}, "capture nothing but the router"),
+        (
+            WITHOUT,
+            CAPTURED,
+            {"late": True, "cuda_graph_impl": "none"},
+            "came after the config was made",
+        ),
+        (WITHOUT, "full_iteration", FULL, "Megatron refuses graphs of transformer_engine"),
+        (WITHOUT, CAPTURED, {"moe_router_force_load_balancing": True}, "replaces the logits"),
+    ],
+)
+def test_what_the_router_cannot_be_taken_out_of(
+    patched: TreeWorker, asked: str, modules: Any, options: dict[str, Any], why: str
+) -> None:
+    (text,) = patched.run(graphs, 1, asked, "local", modules, options)
+    assert text.startswith("moe_router_replay"), text
+    assert why in text
 
 
 class Unfindable:
