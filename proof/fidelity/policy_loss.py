@@ -65,8 +65,8 @@ def expected(responses: Sequence[Response], options: Any) -> Expected:
     """Compute the loss that `options` (`megatron_r3.train.losses.loss.LossOptions`) describes."""
     total, positive, divisor, gradients, shares = 0.0, 0.0, 0, [], []
     for response in responses:
-        kl_G, kl_slope_G = _kl(response, response.trainer, options.penalty, "loss")
-        lowered_G, _ = _kl(response, response.old, options.penalty, "advantage")
+        kl_G, kl_slope_G = kl_of(response, response.trainer, options.penalty, "loss")
+        lowered_G, _ = kl_of(response, response.old, options.penalty, "advantage")
         advantages_G = response.advantage - lowered_G
         gain_G, slope_G = _GAINS[options.name](response, advantages_G, options.clip)
         weight_G, keep_G = _correction(response, options.correction)
@@ -86,7 +86,7 @@ def expected(responses: Sequence[Response], options: Any) -> Expected:
     return Expected(total, divisor, gradients, positive, shares)
 
 
-def _kl(
+def kl_of(
     response: Response, logprobs_G: np.ndarray, penalty: Any, place: str
 ) -> tuple[np.ndarray, np.ndarray]:
     """The KL term of each token, and the derivative of the term by the policy's log-prob.

@@ -3,7 +3,10 @@
 As `proof/fidelity/reference.py`, which has one loss, but with the losses of
 `proof/fidelity/policy_loss.py`. Megatron is imported only inside the functions that ranks run.
 
-Shape suffixes (docs/glossary.md): G, T, V.
+The log-probs of a layout differ from those of one process by rounding. `judge` takes a layout's own
+log-probs as they are, and judges what the layout computed from them.
+
+Shape suffixes (docs/glossary.md): B, G, S, T, V.
 """
 
 from __future__ import annotations
@@ -18,7 +21,9 @@ import torch
 
 from megatron_r3.train.losses.loss import LossOptions
 from proof.fidelity.gradients import Piece, collect
-from proof.fidelity.policy_loss import Expected, Response, advantages, expected
+from proof.fidelity.layout import run_layout
+from proof.fidelity.observe import RankResult
+from proof.fidelity.policy_loss import Expected, Response, advantages, expected, kl_of
 from proof.fidelity.reference import build_and_save, logprobs, nll
 from proof.fidelity.rollouts import Sampled
 
@@ -52,13 +57,16 @@ class Update:
     Attributes:
         loss: as it is logged.
         scale: of the loss, with each token's part taken positive.
+        kl, entropy: means over the response tokens; `kl` is 0 without a reference.
         gradients: before any clipping.
         controls: the gradients of updates that are wrong.
     """
 
     loss: float
     scale: float
-    gradients: list[Piece]
+    kl: float
+    entropy: float
+    gradients: list[Piece] = field(default_factory=list)
     controls: dict[str, list[Piece]] = field(default_factory=dict)
 
 
@@ -89,11 +97,10 @@ def make_updates(
         slopes[name, "shifted mask"] = [np.roll(s, 1, 0) for s in slopes[name, ""]]
     gradients = _gradients(model, rollouts, slopes)
     return {
-        name: Update(
-            want.loss,
-            want.positive / max(want.divisor, 1),
-            gradients[name, ""],
-            {c: pieces for (n, c), pieces in gradients.items() if n == name and c},
+        name: replace(
+            want,
+            gradients=gradients[name, ""],
+            controls={c: pieces for (n, c), pieces in gradients.items() if n == name and c},
         )
         for name, want in wanted.items()
     }
@@ -112,6 +119,55 @@ class Given:
     trainer: np.ndarray
     reference: np.ndarray
     entropy: np.ndarray
+
+
+def run_and_keep(rank: int, argv: list[str], stores: dict[str, Path]) -> tuple[RankResult, Any]:
+    """As `run_layout`; and what this rank's losses were computed from, float64 `[T, 6]`.
+
+    The columns are the row's id, -log p of the trainer, log p of the reference, the entropy, and
+    the derivatives of the rank's loss by -log p and by the entropy.
+    """
+    from megatron_r3.train.step import RolloutStep
+
+    kept, own = [], RolloutStep._loss
+
+    def loss(self: Any, batch: Any, host: Any, policy: Any, output: Any) -> Any:
+        output.retain_grad()  # of -log p `[B, S]`, or with an entropy term of both `[2, B, S]`
+        zero_BS = 0 * policy.entropy_BS
+        reference_BS = self.reference.logprobs(host) if self.reference else zero_BS
+        kept.append((host["rows"], output, reference_BS, policy.entropy_BS, zero_BS))
+        return own(self, batch, host, policy, output)
+
+    RolloutStep._loss = loss  # type: ignore[method-assign]
+    result, found = run_layout(rank, argv, stores), [np.zeros((0, 6))]
+    for rows_BS, output, reference_BS, entropy_BS, zero_BS in kept:
+        (nll_BS, *_), slopes = (one.reshape(-1, *rows_BS.shape) for one in (output, output.grad))
+        columns = [rows_BS, nll_BS, reference_BS, entropy_BS, *slopes, zero_BS][:6]
+        all_T6 = torch.stack([c.detach().double().reshape(-1) for c in columns], 1)
+        found.append(all_T6[all_T6[:, 0] >= 0].numpy())
+    return result, np.concatenate(found)
+
+
+def judge(
+    rollouts: list[Sampled], recipe: Recipe, kept: Sequence[np.ndarray]
+) -> tuple[Update, float]:
+    """What the update must be with a layout's own log-probs and entropies, without gradients.
+
+    The second result is the relative error of the derivatives in `kept`: of each rank, what
+    `run_and_keep` found.
+    """
+    sizes = [len(sampled.tokens) - 1 for sampled in rollouts]
+    all_T5 = np.full((sum(sizes), 5), np.nan)
+    for one in kept:
+        all_T5[one[:, 0].astype(int)] = one[:, 1:] * (-1, 1, 1, -1, 1)  # from -log p to log p
+    each = np.split(all_T5, np.cumsum(sizes)[:-1])
+    given = [Given(s, *own_T5.T[:3]) for s, own_T5 in zip(rollouts, each, strict=True)]
+    parts = _responses(given, recipe)
+    want, slopes = _step(parts, recipe)
+    # Megatron later divides by the divisor of the step, or averages over context-parallel ranks.
+    later = len(kept) if recipe.micro_batch else max(_expected(parts, recipe)[0].divisor, 1)
+    want_T2 = np.concatenate(slopes) * later
+    return want, float(np.linalg.norm(all_T5[:, 3:] - want_T2) / np.linalg.norm(want_T2))
 
 
 @dataclass(frozen=True)
@@ -159,8 +215,8 @@ def _wrong(given: list[Given], recipe: Recipe) -> dict[str, tuple[list[Part], Re
     return wrong
 
 
-def _step(parts: Sequence[Part], recipe: Recipe) -> tuple[Expected, list[np.ndarray]]:
-    """The loss of all rollouts; the step's derivatives for each prediction, `[T, 2]`.
+def _step(parts: Sequence[Part], recipe: Recipe) -> tuple[Update, list[np.ndarray]]:
+    """The update of all rollouts; the step's derivatives for each prediction, `[T, 2]`.
 
     They are the derivatives by its log-prob and by its entropy.
     """
@@ -173,7 +229,10 @@ def _step(parts: Sequence[Part], recipe: Recipe) -> tuple[Expected, list[np.ndar
             slope_T2 = np.zeros((len(part.on), 2))
             slope_T2[part.on] = np.stack([slope_G, -fall_G], 1) / max(want.divisor, 1)
             slopes.append(slope_T2 * size / len(parts))
-    return _expected(parts, recipe)[0], slopes
+    want, penalty = _expected(parts, recipe)[0], replace(recipe.loss.penalty, kl=1.0)
+    kl = [kl_of(p.response, p.response.trainer, penalty, penalty.kl_place)[0] for p in parts]
+    means = [float(np.concatenate(v).mean()) for v in (kl, [part.entropy for part in parts])]
+    return Update(want.loss, want.positive / max(want.divisor, 1), *means), slopes
 
 
 def _expected(parts: Sequence[Part], recipe: Recipe) -> tuple[Expected, list[np.ndarray]]:

@@ -1,18 +1,20 @@
 """The policy update inside Megatron's own training loop, in every layout, against one process.
 
 The reference (`policy_reference.py`) takes each rollout alone through the model, and its losses are
-those of the papers, written down by themselves in float64.
+those of the papers, written down by themselves in float64. A second time it computes them from the
+layout's own log-probs, so that rounding in the model does not count.
 """
 
 from __future__ import annotations
 
+import json
 import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from policy_reference import Recipe, Update, make_updates
+from policy_reference import Recipe, Update, judge, make_updates, run_and_keep
 
 from megatron_r3.data.store import RolloutStore
 from megatron_r3.train.dataset import PackedRollouts
@@ -24,13 +26,14 @@ from megatron_r3.train.schedule import Schedule, UseOfRollouts
 from proof.fidelity.cases import CP2, EP2, PACK, PP2, TP2
 from proof.fidelity.gradients import assemble
 from proof.fidelity.judge import gradient_error
-from proof.fidelity.layout import run_layout
 from proof.fidelity.models import MODELS
 from proof.fidelity.observe import RankResult
 from proof.fidelity.rig.worker import TreeWorker
 from proof.fidelity.rollouts import NUM_ROLLOUTS, Sampled, make_rollouts, write_stores
 
 MODEL = MODELS["base"]
+# The largest relative error of what is computed from log-probs, in float32.
+EXACT = 1e-6
 PER_TOKEN = "--calculate-per-token-loss"
 TRAINER = "--rollouts-old-policy trainer"
 # The rollouts' log-probs are some tenths away from the model's: these ranges clip a part of them.
@@ -111,6 +114,7 @@ CASES = [
 class Prepared:
     checkpoint: Path
     store: Path
+    rollouts: list[Sampled]
     updates: dict[str, Update]
 
 
@@ -135,12 +139,13 @@ def prepared(patched: TreeWorker, tmp_path_factory: pytest.TempPathFactory) -> P
         {**RECIPES, **AVERAGED},
         timeout_s=180,
     )
-    return Prepared(folder / "checkpoint", write_stores(MODEL, rollouts, folder)["right"], updates)
+    store = write_stores(MODEL, rollouts, folder)["right"]
+    return Prepared(folder / "checkpoint", store, rollouts, updates)
 
 
 def trained(
-    worker: TreeWorker, prepared: Prepared, layout: str, recipe: Recipe
-) -> list[RankResult]:
+    worker: TreeWorker, prepared: Prepared, layout: str, recipe: Recipe, log: Path
+) -> list[tuple[RankResult, np.ndarray]]:
     """One step of Megatron's loop; the learning rate is too small to change a weight."""
     ranks, arguments = LAYOUTS[layout]
     argv = [a for a in MODEL.argv() if a != PER_TOKEN or recipe.micro_batch is None]
@@ -157,20 +162,38 @@ def trained(
     if recipe.reference:
         argv += ["--rollouts-reference", str(prepared.checkpoint.with_name("reference"))]
     argv += ["--lr", "1e-30", "--min-lr", "0", "--log-interval", "1", "--clip-grad", "0"]
-    argv += ["--moe-router-replay-verify-dispatch"]
-    return worker.run(run_layout, ranks, argv, {"right": prepared.store}, timeout_s=180)
+    argv += ["--moe-router-replay-verify-dispatch", "--rollouts-log", str(log)]
+    return worker.run(run_and_keep, ranks, argv, {"right": prepared.store}, timeout_s=180)
 
 
 @pytest.mark.parametrize(("layout", "name"), CASES, ids=lambda value: value)
 def test_an_update_is_that_of_one_process_and_of_the_papers(
-    patched: TreeWorker, prepared: Prepared, layout: str, name: str
+    patched: TreeWorker, prepared: Prepared, layout: str, name: str, tmp_path: Path
 ) -> None:
-    want = prepared.updates[name]
-    results = trained(patched, prepared, layout, {**RECIPES, **AVERAGED}[name])
+    want, recipe = prepared.updates[name], {**RECIPES, **AVERAGED}[name]
+    pairs = trained(patched, prepared, layout, recipe, tmp_path / "log.jsonl")
+    results, kept = [result for result, _ in pairs], [terms for _, terms in pairs]
     got = assemble([piece for r in results for piece in r.gradients["right"]])
     assert gradient_error(got, assemble(want.gradients)) <= MODEL.tolerance
     (loss,) = {r.losses["right"] for r in results if r.losses}
-    assert abs(loss - want.loss) <= MODEL.tolerance * want.scale
+    line = json.loads((tmp_path / "log.jsonl").read_text())
+
+    def errors(update: Update) -> list[float]:
+        kl = line["update/reference kl"] if recipe.reference else update.kl
+        ratios = kl / update.kl, line["update/entropy"] / update.entropy
+        return [abs(loss - update.loss) / update.scale, *(abs(ratio - 1) for ratio in ratios)]
+
+    own, gradient = judge(prepared.rollouts, recipe, kept)
+    assert max(*errors(own), gradient, errors(want)[0]) <= EXACT
+    assert max(errors(want)) <= MODEL.tolerance
+    # control: each token has the terms of another one
+    moved = [np.hstack([one[:, :1], np.roll(one[:, 1:], 1, 0)]) for one in kept]
+    assert judge(prepared.rollouts, recipe, moved)[1] > EXACT
+    if recipe.reference:  # control: another coefficient
+        penalty = replace(recipe.loss.penalty, kl=1.001 * recipe.loss.penalty.kl)
+        wrong = replace(recipe, loss=replace(recipe.loss, penalty=penalty))
+        other, gradient = judge(prepared.rollouts, wrong, kept)
+        assert min(errors(other)[0], gradient) > EXACT
     for control, wrong in want.controls.items():
         assert gradient_error(got, assemble(wrong)) > 1e-2, control
     # Where micro-batches have as many rollouts each, an average of averages may be the same.
