@@ -96,6 +96,7 @@ def compiled(
 
     options = GateOptions(case.function)
     constants = launch_constants(case.num_experts, case.topk, options)._asdict()
+    del constants["scale"]  # the kernels are not compiled for the scale
     types = dict.fromkeys(kernel.arg_names, "i32") | {"scale": "fp32", "bias_ptr": "*fp32"}
     types |= {name: "*u8" for name in types if name.endswith("_ptr") and name != "bias_ptr"}
     types |= dict.fromkeys(

@@ -10,7 +10,6 @@ Shape suffixes (docs/glossary.md): T, E, K.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -49,92 +48,95 @@ def replayed_gate_triton(inputs: GateInputs, options: GateOptions) -> GateOutput
         raise ValueError(f"logits_TE: bfloat16, float16 or float32, not {logits_TE.dtype}")
     logits_TE, ids_TK = logits_TE.contiguous(), given_TK.contiguous()
     bias_E, live_T, counted_T = (None if t is None else t.detach().contiguous() for t in small)
-    probs_TE, map_TE, used_TK, differs_T = _Gate.apply(
-        logits_TE, ids_TK, bias_E, live_T, counted_T, options
-    )
-    # an autograd function must not return its own input, so given ids are handed on here
-    return GateOutput(probs_TE, map_TE, given_TK if used_TK is None else used_TK, differs_T)
+    constants = launch_constants(logits_TE.shape[1], ids_TK.shape[1], options)
+    # without live rows the given tensor itself is used, whatever its strides are
+    used_TK, differs_T = given_TK, None if counted_T is None else torch.empty_like(counted_T)
+    if live_T is not None or counted_T is not None:
+        chosen_TK = None if live_T is None else torch.empty_like(ids_TK)
+        given = (logits_TE, ids_TK, bias_E, _as_bytes(live_T), _as_bytes(counted_T))
+        _launch(gate_choose, constants, given, (chosen_TK, _as_bytes(differs_T)))
+        if chosen_TK is not None:
+            used_TK = ids_TK = chosen_TK
+    map_TE = torch.empty_like(logits_TE, dtype=torch.bool)
+    probs_TE = _Gate.apply(logits_TE, (ids_TK, map_TE, constants))
+    return GateOutput(probs_TE, map_TE, used_TK, differs_T)
 
 
 class _Gate(torch.autograd.Function):
-    """The gate as an autograd function, which keeps only logits and ids for the backward pass."""
+    """The probabilities as an autograd function, which keeps only logits and ids.
+
+    The function writes the routing map too. The map is an argument, because each result of an
+    autograd function takes about 1 us of Python, and the map has no gradient.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        logits_TE: Tensor,
-        ids_TK: Tensor,
-        expert_bias_E: Tensor | None,
-        live_T: Tensor | None,
-        counted_T: Tensor | None,
-        options: GateOptions,
-    ) -> tuple[Tensor | None, ...]:
+    def forward(ctx: Any, logits_TE: Tensor, others: tuple[Any, ...]) -> Tensor:
+        ids_TK, map_TE, ctx.constants = others
         probs_TE = torch.empty_like(logits_TE)
-        map_TE = torch.empty_like(logits_TE, dtype=torch.bool)
-        used_TK = None if live_T is None else torch.empty_like(ids_TK)
-        differs_T = None if counted_T is None else torch.empty_like(counted_T)
-        if live_T is not None or counted_T is not None:
-            masks = (_as_bytes(live_T), _as_bytes(counted_T))
-            made = (used_TK, _as_bytes(differs_T))
-            _launch(gate_choose, options, logits_TE, ids_TK, expert_bias_E, *masks, *made)
-        if used_TK is not None:
-            ids_TK = used_TK
-        _launch(gate_forward, options, logits_TE, ids_TK, probs_TE, _as_bytes(map_TE))
+        made = (probs_TE, map_TE.view(torch.uint8))
+        _launch(gate_forward, ctx.constants, (logits_TE, ids_TK), made)
         # `ids_TK` has the choice of the live rows: the backward pass does not choose again
         ctx.save_for_backward(logits_TE, ids_TK)
-        ctx.options = options
         ctx.set_materialize_grads(False)
-        others = (map_TE, used_TK, differs_T)
-        ctx.mark_non_differentiable(*(other for other in others if other is not None))
-        return probs_TE, *others
+        return probs_TE
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dprobs_TE: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dprobs_TE: Tensor | None) -> tuple[Tensor | None, None]:
+        # Only under create_graph are gradients on here. Otherwise torch's refusal of a second
+        # derivative has nothing to do, and would take 3 us.
+        if torch.is_grad_enabled():
+            return once_differentiable(_Gate.backward)(ctx, dprobs_TE)
         if dprobs_TE is None:
-            return (None,) * 6
+            return None, None
         logits_TE, ids_TK = ctx.saved_tensors
         dlogits_TE = torch.empty_like(logits_TE)
-        _launch(gate_backward, ctx.options, logits_TE, ids_TK, dprobs_TE.contiguous(), dlogits_TE)
-        return dlogits_TE, None, None, None, None, None
+        given = (logits_TE, ids_TK, dprobs_TE.contiguous())
+        _launch(gate_backward, ctx.constants, given, (dlogits_TE,))
+        return dlogits_TE, None
 
 
 def _launch(
-    kernel: Any, options: GateOptions, logits_TE: Tensor, ids_TK: Tensor, *others: Tensor | None
+    kernel: Any,
+    constants: LaunchConstants,
+    given: tuple[Tensor | None, ...],
+    made: tuple[Tensor | None, ...],
 ) -> None:
-    """Launch a kernel with contiguous tensors.
+    """Launch a kernel with contiguous tensors: `given` ones, and new ones that the kernel fills.
 
     The first launch of a kind compiles a kernel, and later launches call the compiled kernel
     directly. Otherwise Triton would look at each argument at every launch, which takes about half
     of the host's time for a gate. A kernel is compiled for the constants, the device, and the dtype
-    and alignment of each tensor (whether it begins at a multiple of 16 bytes). Example: the ids of
-    a layer are a part of all layers' ids. Those of layer 1 begin at byte 0, those of layer 2 at
-    byte T x K = 999 x 2 = 1998, which is no multiple of 16, so layer 2 has a kernel of its own.
+    and alignment of each tensor (whether it begins at a multiple of 16 bytes, as all new tensors
+    do). Example: the ids of a layer are a part of all layers' ids. Those of layer 1 begin at byte
+    0, those of layer 2 at byte T x K = 999 x 2 = 1998, which is no multiple of 16, so layer 2 has a
+    kernel of its own.
     """
-    num_tokens, num_experts = logits_TE.shape
+    logits_TE: Any = given[0]
+    num_tokens = logits_TE.shape[0]
     if not num_tokens:  # a grid of no programs cannot be launched
         return
-    constants = launch_constants(num_experts, ids_TK.shape[1], options)
-    tensors = (logits_TE, ids_TK, *others)
-    kind = [t if t is None else (t.dtype, t.data_ptr() % 16 == 0) for t in tensors]
+    # Triton launches on the current device, not on that of the tensors
+    if logits_TE.is_cuda and logits_TE.get_device() != torch.cuda.current_device():
+        with torch.cuda.device(logits_TE.device):
+            _launch(kernel, constants, given, made)
+        return
+    kind = [t if t is None else (t.dtype, t.data_ptr() % 16 == 0) for t in given]
     key = (kernel.__name__, logits_TE.device, constants, *kind)
-    arguments = (*tensors, num_tokens, options.scale, *constants)
+    arguments = (*given, *made, num_tokens, *constants)
     # 1000 rows in programs of 8 are -(-1000 // 8) = 125 programs; triton.cdiv would take 5 us
     grid = (-(-num_tokens // constants.BLOCK_T), 1, 1)
-    # Triton launches on the current device, not on that of the tensors
-    on_gpu = logits_TE.device.type == "cuda"
-    with torch.cuda.device(logits_TE.device) if on_gpu else nullcontext():
-        if (compiled := _compiled.get(key)) is not None:
-            compiled[grid](*arguments)
-            return
-        compiled = kernel[grid](*arguments, num_warps=1, **COMPILE_OPTIONS)
-        if compiled is not None and _LAUNCHES_COMPILED:  # Triton's interpreter compiles nothing
-            _compiled[key] = compiled
+    if (compiled := _compiled.get(key)) is not None:
+        compiled[grid](*arguments)
+        return
+    compiled = kernel[grid](*arguments, num_warps=1, **COMPILE_OPTIONS)
+    if compiled is not None and _LAUNCHES_COMPILED:  # Triton's interpreter compiles nothing
+        _compiled[key] = compiled
 
 
 class LaunchConstants(NamedTuple):
-    """The constants that all kernels are compiled for; see triton_kernels.py."""
+    """The scale, and the constants that all kernels are compiled for; see triton_kernels.py."""
 
+    scale: float
     E: int
     K: int
     BLOCK_T: int
@@ -146,7 +148,7 @@ class LaunchConstants(NamedTuple):
 
 @lru_cache
 def launch_constants(num_experts: int, topk: int, options: GateOptions) -> LaunchConstants:
-    """What the kernels of a router are compiled for.
+    """What the kernels of a router are launched with, behind the number of tokens.
 
     Example: 384 experts need 16 words (12, padded to a power of two). A program has
     1024 / (32 x 16) = 2 rows, and 1000 rows need a grid of 500 programs.
@@ -155,7 +157,9 @@ def launch_constants(num_experts: int, topk: int, options: GateOptions) -> Launc
     words = triton.next_power_of_2(triton.cdiv(num_experts, bits))
     rows = max(1, LOGITS // (bits * words))
     block_k = triton.next_power_of_2(topk)
-    return LaunchConstants(num_experts, topk, rows, words, bits, block_k, options.function)
+    return LaunchConstants(
+        options.scale, num_experts, topk, rows, words, bits, block_k, options.function
+    )
 
 
 def _as_bytes(mask: Tensor | None) -> Tensor | None:

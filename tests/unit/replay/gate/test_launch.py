@@ -148,3 +148,12 @@ def test_logits_with_strides_are_copied(launches: list[Any]) -> None:
     expanded_TE = backward[FIRST_ARGUMENT + 2]  # the gradient of a sum: its strides are 0
     assert expanded_TE.is_contiguous()
     assert torch.equal(expanded_TE, torch.ones(5, E))
+
+
+def test_a_second_derivative_is_refused(launches: list[Any]) -> None:
+    given = inputs(5)
+    probs_TE = gate.replayed_gate_triton(given, OPTIONS).probs_TE
+    (dlogits_TE,) = torch.autograd.grad((probs_TE**2).sum(), given.logits_TE, create_graph=True)
+    assert len(launches) == 2  # the gradient itself is computed
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        (dlogits_TE + given.logits_TE).sum().backward()
