@@ -124,7 +124,7 @@ def members(words_TW, BITS: tl.constexpr):
 
 @triton.jit
 def sort_keys(values):
-    """int32 numbers that compare as the floats do: -0 equals 0, and NaN is above all others.
+    """int32 numbers that compare as the floats do, with NaN above all others; none may be -0.
 
     That is the order of torch.topk. Read as an integer, the bits of a positive float grow with the
     float. The bits of a negative float have the sign bit set and grow with the absolute value, so
@@ -133,7 +133,7 @@ def sort_keys(values):
          1.0  0x3f800000 -> 0x3f800000      -1.0  0xbf800000 -> 0xc07fffff (a negative integer)
          2.0  0x40000000 -> 0x40000000      -2.0  0xc0000000 -> 0xbfffffff (a smaller one)
     """
-    bits = (values + 0.0).to(tl.int32, bitcast=True)  # -0 + 0 is 0
+    bits = values.to(tl.int32, bitcast=True)
     keys = bits ^ ((bits >> 31) & HIGHEST)  # bits >> 31 has the sign bit in all 32 bits
     return tl.where(values != values, HIGHEST, keys)
 

@@ -211,7 +211,8 @@ def _selection_keys(logits, largest, total, bias_ptr, experts, wanted, FUNCTION:
         experts: the expert of each logit, to look up its bias.
         wanted: where that expert exists.
     """
-    scores = logits
+    # -0 equals 0 for torch.topk, and not for sort_keys. A score, with a bias or not, is never -0.
+    scores = logits + 0.0
     if FUNCTION == "pre_softmax":
         # the logits have the same order, but two of them may round to the same probability, and
         # then the lower index comes first
