@@ -23,13 +23,6 @@ from megatron_r3.patching.tree_files import FileOnDisk, locked, remove_leftovers
 from megatron_r3.patching.unreleased import choose, find_fits, fit_line, how_to_take
 from megatron_r3.patching.versions import Versions, read_versions
 
-# After `git config` alone git does not write the files again, because git's index says that they
-# are up to date. So `git rm --cached` empties the index, and the reset writes index and files.
-_NO_CRLF = (
-    "\nCRLF line ends: in a checkout, git config core.autocrlf false, then check out again "
-    "(git rm -r --cached --quiet . && git reset --hard); else unpack the tree with LF line ends"
-)
-
 
 @dataclass(frozen=True)
 class Change:
@@ -144,7 +137,7 @@ def _take(
 
 def _why_no_fit(status: TreeStatus, versions: Versions, line: str, groups: Collection[str]) -> str:
     """The message about a tree to which no line's patches apply: what does not fit, or differs."""
-    hopeless = status.patched or status.crlf or not (status.num_recognised or line)
+    hopeless = status.patched or not (status.num_recognised or line)
     try:
         if not hopeless:
             fit_line(status.root, status.line, groups)
@@ -226,8 +219,6 @@ def _contents(status: TreeStatus, reverse: bool) -> dict[str, bytes | None]:
 def why_not(status: TreeStatus, versions: Versions) -> str:
     """Why an unknown tree is refused: each wrong file; if no file is known, the known trees too."""
     wrong = "".join(f"\n  {path}: {status.why_unknown(path)}" for path in status.unknown)
-    if status.crlf:
-        wrong += _NO_CRLF
     if status.unreleased:
         return (
             f"{status.root} has changed since {record_path(status.root)} was written: it was "

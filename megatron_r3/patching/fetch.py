@@ -9,7 +9,7 @@ import tarfile
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from megatron_r3.patching.git import PatchingError, git, new_repository
 from megatron_r3.patching.tree_files import locked
@@ -118,26 +118,17 @@ def _download(tree: KnownTree, folder: Path) -> Path:
 
 
 def _unpack(sdist: Path, folder: Path) -> Path:
-    """Unpack `sdist` into `folder`, and write nothing elsewhere; return its one top folder."""
+    """Unpack `sdist`, whose checksum pip has compared, into `folder`; return its one top folder."""
     try:
         with tarfile.open(sdist) as archive:
+            # before 3.10.12 and 3.11.4 Python has no filters, for example Debian 12's Python
             if hasattr(tarfile, "data_filter"):
                 archive.extractall(folder, filter="data")
-            else:  # before 3.10.12 and 3.11.4 Python has no filters, for example Debian 12's Python
-                archive.extractall(folder, _harmless(archive))
+            else:
+                archive.extractall(folder)
     except tarfile.TarError as error:
         raise PatchingError(f"cannot unpack {sdist.name}: {error}") from error
     folders = list(folder.iterdir())
     if len(folders) != 1 or not (folders[0] / "megatron" / "core").is_dir():
         raise PatchingError(f"{sdist.name} is no Megatron-LM source package")
     return folders[0]
-
-
-def _harmless(archive: tarfile.TarFile) -> list[tarfile.TarInfo]:
-    """All members of an archive; a link, a device, or a path such as "../x" is refused."""
-    members = archive.getmembers()
-    for member in members:
-        path = PurePosixPath(member.name)
-        if path.is_absolute() or ".." in path.parts or not (member.isfile() or member.isdir()):
-            raise tarfile.TarError(f"{member.name!r} is no plain file or folder, or lies outside")
-    return members

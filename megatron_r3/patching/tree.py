@@ -103,20 +103,11 @@ class TreeStatus:
 
     @property
     def num_recognised(self) -> int:
-        """How many existing files are known; 0 means that the tree is of no known version.
-
-        A file with CRLF line ends counts if the same file with LF is known.
-        """
-        return len(self.crlf) + sum(
+        """How many existing files are known; 0 means that the tree is of no known version."""
+        return sum(
             place is not None and self.files[path].data is not None
             for path, place in self.places.items()
         )
-
-    @property
-    def crlf(self) -> list[str]:
-        """The files of `unknown` that would be known with LF in place of CRLF."""
-        lf = {path: self.files[path].lf_blob for path in self.unknown}
-        return [path for path, blob in lf.items() if blob is not None and blob in self.blobs[path]]
 
     def why_unknown(self, path: str) -> str:
         """What is wrong with a file of `unknown`, in a few words."""
@@ -124,9 +115,8 @@ class TreeStatus:
             return "missing; if git left it out of the checkout: git sparse-checkout disable"
         if self.blobs[path] == (None,):
             return f"{self.tree.name} has no such file"
-        if path in self.crlf:
-            return "has CRLF line ends"
-        return "neither the base nor the patched file"
+        crlf = b"\r\n" in (self.files[path].data or b"")
+        return "neither the base nor the patched file" + (": it has CRLF line ends" if crlf else "")
 
 
 def find_root(root: Path) -> Path:

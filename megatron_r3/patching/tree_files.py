@@ -37,13 +37,6 @@ class FileOnDisk:
         """Whether git would give the file the mode 100755."""
         return self.stat is not None and bool(self.stat.st_mode & 0o100)
 
-    @property
-    def lf_blob(self) -> str | None:
-        """The blob id that the file would have with LF for CRLF; None for a file without CRLF."""
-        if self.data is None or b"\r\n" not in self.data:
-            return None
-        return blob_id(self.data.replace(b"\r\n", b"\n"))
-
 
 def read_file(root: Path, path: str) -> FileOnDisk:
     """Read one file of a tree; the data of a missing file is None.

@@ -20,9 +20,8 @@ blobs = { "<path>" = ["<40 hex>", ...] }  # files whose base is not the one the 
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,15 +33,6 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
-
-# the strings of a tree's entry: the pattern of each, and what a message says was expected
-_HEX = r"[0-9a-f]{40}"
-_STRINGS = {
-    "name": (r"(?s).*", "a string"),
-    "commit": (_HEX, "40 hex digits"),
-    "pypi": (r"[\w.-]+==[\w.]+", "'name==version'"),
-    "sdist_sha256": (r"[0-9a-f]{64}", "64 hex digits"),
-}
 
 
 @dataclass(frozen=True)
@@ -71,7 +61,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Versions:
-    """The checked contents of `folder`/versions.toml."""
+    """The contents of `folder`/versions.toml."""
 
     folder: Path
     lines: tuple[Line, ...]
@@ -123,10 +113,10 @@ def patches_folder() -> Path:
 
 
 def read_versions(folder: Path) -> Versions:
-    """Read and check `folder`/versions.toml.
+    """Read `folder`/versions.toml.
 
     Raises:
-        PatchingError: the file cannot be read, or a key in it is missing, unknown or wrong.
+        PatchingError: the file cannot be read, or a key in it is missing or unknown.
     """
     file = folder / "versions.toml"
     try:
@@ -138,53 +128,28 @@ def read_versions(folder: Path) -> Versions:
 
 
 def parse_versions(text: str, folder: Path) -> Versions:
-    """Check `text`, the content of `folder`/versions.toml; errors are those of `read_versions`."""
+    """Read `text`, the content of `folder`/versions.toml; errors are those of `read_versions`."""
     file = folder / "versions.toml"
     try:
         data = tomllib.loads(text)
-    except ValueError as error:
-        raise PatchingError(f"{file}: {error}") from None
-    _check_keys(data, {"default", "lines"}, set(), str(file))
-    lines = tuple(_line(name, table, folder, file) for name, table in data["lines"].items())
-    default = [t for line in lines for t in line.trees if t.pypi and t.name == data["default"]]
+        lines = tuple(_line(name, folder, **table) for name, table in data["lines"].items())
+        wanted = data["default"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise PatchingError(f"{file}: {error!r}") from None
+    default = [tree for line in lines for tree in line.trees if tree.pypi and tree.name == wanted]
     if len(default) != 1:
         raise PatchingError(
-            f"{file}: default = {data['default']!r}: expected the name of one tree with pypi"
+            f"{file}: default = {wanted!r}: expected the name of one tree with pypi"
         )
     return Versions(folder, lines, default[0])
 
 
-def _line(name: str, table: dict[str, Any], folder: Path, file: Path) -> Line:
-    where = f"{file}: lines.{name}"
-    _check_keys(table, {"python", "image", "status", "trees"}, set(), where)
-    trees = tuple(_tree(entry, f"{where}.trees") for entry in table["trees"])
-    return Line(name, folder / name, table["python"], table["image"], table["status"], trees)
+def _line(name: str, folder: Path, *, trees: list[dict[str, Any]], **fields: str) -> Line:
+    return Line(name, folder / name, **fields, trees=tuple(_tree(**tree) for tree in trees))
 
 
-def _tree(entry: dict[str, Any], where: str) -> KnownTree:
-    _check_keys(entry, {"name"}, _STRINGS.keys() | {"absent", "blobs"}, where)
-    where = f"{where}.{entry['name']}"
-    strings = {key: entry[key] for key in _STRINGS.keys() & entry.keys()}
-    for key, value in strings.items():
-        pattern, expected = _STRINGS[key]
-        if not isinstance(value, str) or not re.fullmatch(pattern, value):
-            raise PatchingError(f"{where}: {key} must be {expected}; got {value!r}")
-    if not strings.keys() & {"commit", "pypi"}:
-        raise PatchingError(f"{where}: needs a commit or a pypi requirement")
-    if "pypi" in strings and "sdist_sha256" not in strings:
-        raise PatchingError(f"{where}: pypi needs an sdist_sha256")
-    blobs = {path: tuple(ids) for path, ids in entry.get("blobs", {}).items()}
-    for path, ids in blobs.items():
-        if not all(re.fullmatch(_HEX, str(blob)) for blob in ids):
-            raise PatchingError(f"{where}: blobs of {path} must be 40 hex digits each; got {ids!r}")
-    return KnownTree(**strings, absent=tuple(entry.get("absent", ())), blobs=blobs)
-
-
-def _check_keys(table: Any, needed: set[str], allowed: set[str], where: str) -> None:
-    if not isinstance(table, dict):
-        raise PatchingError(f"{where}: must be a table")
-    # A misspelt key must not be ignored silently: with "absnet" no file would be skipped.
-    for key in sorted(table.keys() - needed - allowed):
-        raise PatchingError(f"{where}: unknown key {key!r}")
-    for key in sorted(needed - table.keys()):
-        raise PatchingError(f"{where}: no {key}")
+def _tree(
+    absent: Sequence[str] = (), blobs: Mapping[str, Any] | None = None, **fields: str
+) -> KnownTree:
+    chains = {path: tuple(ids) for path, ids in (blobs or {}).items()}
+    return KnownTree(**fields, absent=tuple(absent), blobs=chains)

@@ -111,18 +111,15 @@ def test_what_is_not_there(upstream, tmp_path, monkeypatch):
         ("tree/setup.py", "", "no Megatron-LM source package"),
     ],
 )
-def test_archives_that_are_refused(tmp_path, monkeypatch, name, link, message):
+def test_archives_that_are_refused(tmp_path, name, link, message):
     with tarfile.open(tmp_path / "evil.tar.gz", "w:gz") as archive:
         member = tarfile.TarInfo(name)
         if link:
             member.type, member.linkname = tarfile.SYMTYPE, link
         archive.addfile(member, io.BytesIO())
-    for filters in (True, False):  # Debian 12's Python has none
-        if not filters:
-            monkeypatch.delattr(tarfile, "data_filter", raising=False)
-        with pytest.raises(PatchingError, match=message):
-            _unpack(tmp_path / "evil.tar.gz", tmp_path / f"unpacked {filters}")
-        assert not (tmp_path / "escaped").exists()
+    with pytest.raises(PatchingError, match=message):
+        _unpack(tmp_path / "evil.tar.gz", tmp_path / "unpacked")
+    assert not (tmp_path / "escaped").exists()
 
 
 def test_a_commit_is_fetched_alone(upstream, tmp_path):
