@@ -148,9 +148,6 @@ def _address(url: str) -> tuple[str, tuple[str, str] | None]:
     No message shows a password: a message about a wrong address leaves out all between the
     `http://` and the last `@`. Example: `http://me:pass#word@host` is shown as `http://...@host`.
     httpx reads it as the host `me` with the port `pass`, and would quote half of the password.
-
-    Raises:
-        EngineError: `url` is no address to which paths can be added.
     """
     shown = one_line(re.sub(r"^([a-zA-Z]+://)?.*@", r"\1...@", url, flags=re.DOTALL), 300)
     try:

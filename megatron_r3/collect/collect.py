@@ -111,12 +111,6 @@ async def _work_all(
 ) -> None:
     """Sample what is missing, and store it. After an error whole groups are stored too, unless the
     plan wants all or nothing.
-
-    Raises:
-        CollectError: samples were given up.
-        Interrupted: a signal came.
-        ValueError: a reward failed, a shard was refused or cannot be written, or the engine
-            changed.
     """
     shelf.expect(prompt.group for prompt, _ in missing)
     team = _Team(sampler, shelf)
@@ -190,12 +184,7 @@ class Sampler:
         raise AssertionError("unreachable")
 
     async def _ask(self, prompt: Prompt, index: int, where: str) -> Answer:
-        """Ask for one response, then have the engine confirm that it has not changed.
-
-        Raises:
-            EngineError: there is no response, or it cannot be used.
-            EngineChanged: the engine or its weights are not those of the start.
-        """
+        """Ask for one response, then have the engine confirm that it has not changed."""
         seed = self.plan.sampling.seed_of(prompt.group, index, self.plan.policy_version)
         answer = await self._engine.sample(prompt, seed, where)
         self._policy.check(answer.said.policies, where)

@@ -262,9 +262,6 @@ class _Reader:
     def _version(self, choice: Rollout, says: Said, index: int, where: str) -> int:
         """The policy version of one choice: that of its first span, else --policy-version, else
         what the response reports if that is a whole number, else 0.
-
-        Raises:
-            EngineError: --policy-version is not the version of the first span.
         """
         given = self.recording.policy_version
         if choice.versions_C2 is not None:

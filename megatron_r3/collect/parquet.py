@@ -151,11 +151,7 @@ def from_parquet(path: Path, directory: Path, out: Path) -> int:
 
 
 def _changed(scores: list[_Scores], version: int, group: int, path: Path) -> int:
-    """How many rewards of a group changed.
-
-    Raises:
-        StoreError: rewards changed, and their advantages are the old ones.
-    """
+    """How many rewards of a group changed."""
     changed = [(before, after) for old, new, before, after in scores if old != new]
     # An advantage of 0 may stay if all new rewards of the group are equal.
     spread = len({new for _, new, _, _ in scores}) > 1

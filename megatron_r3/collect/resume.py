@@ -185,9 +185,6 @@ def _check_prompts(
 
     Args:
         of_version_M: bool, True for the rollouts of this policy version.
-
-    Raises:
-        StoreError: naming the prompt, the rollout and its group.
     """
     groups = np.array([prompt.group for prompt in prompts], np.int64)
     digests = np.array([prompt.digest for prompt in prompts], np.int64)

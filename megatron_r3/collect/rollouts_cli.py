@@ -155,9 +155,6 @@ def _engine_maker(args: argparse.Namespace) -> Callable[[Plan, int], Engine]:
     """A function that makes the engine named by --engine, from a plan and a concurrency.
 
     A missing option or package is an error here, before prompts are read or weights digested.
-
-    Raises:
-        ValueError: --url is missing, or given with transformers; or a package is not installed.
     """
     if args.engine == "transformers":
         if args.url is not None:

@@ -198,11 +198,7 @@ class Watch:
                 )
 
     def _read(self, page: Any, path: str, read: _Read) -> dict[str, str]:
-        """The values on a page, by the names of `Identity`'s fields.
-
-        Raises:
-            EngineError: the page is not the engine's, or a value on the page is no text.
-        """
+        """The values on a page, by the names of `Identity`'s fields."""
         where = f"{self._client.url}{path}"
         try:
             values = read(page)

@@ -132,11 +132,7 @@ def _entry(tensor: _Tensor) -> list[Any]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """A safetensors file; opening it refuses cut files, overlapping tensors and gaps.
-
-    Raises:
-        ValueError: not a whole safetensors file.
-    """
+    """A safetensors file; opening it refuses cut files, overlapping tensors and gaps."""
     try:
         with safe_open(path, framework="pt") as file:
             yield file

@@ -275,11 +275,7 @@ def _forward_pass(block: Any, hooks: list[BoundTargets]) -> Iterator[None]:
 
 
 def _keep_recorded(hooks: list[BoundTargets], recorded: MicrobatchRoutes) -> None:
-    """Give each router its recorded choice, by upstream's `record_indices`.
-
-    Raises:
-        ReplayError: a router has not recorded anything.
-    """
+    """Give each router its recorded choice, by upstream's `record_indices`."""
     silent = [hook.layer_number for hook in hooks if hook.layer_number not in recorded.ids]
     if silent:
         raise ReplayError(f"the routers of layers {silent} did not run, so nothing was recorded")
@@ -380,12 +376,7 @@ def _binding(build: Callable[..., None]) -> Callable[..., None]:
 
 
 def _choose_ours(config: Any) -> None:
-    """If a config asks for upstream's replay, or verl's, have it ask for ours instead.
-
-    Raises:
-        ValueError: overlap_moe_expert_parallel_comm is on, too. With it the layers do not run in
-            the forward pass of their block.
-    """
+    """If a config asks for upstream's replay, or verl's, have it ask for ours instead."""
     names = ("moe_enable_routing_replay", "enable_routing_replay")
     asked = [name for name in names if getattr(config, name, False)]
     if not asked:

@@ -274,9 +274,6 @@ def _refuse_other(served: str, identity: Identity) -> None:
 
     Args:
         served: the policy that the server reported when the push was verified.
-
-    Raises:
-        EngineChanged: the server reports another policy; most likely it was started anew.
     """
     if served not in (identity.policy, identity.model):
         raise EngineChanged(

@@ -82,12 +82,7 @@ class Loader:
         return await self._read("/v1/models", lambda page: page["data"][0]["id"])
 
     async def _read(self, path: str, value: Callable[[Any], Any]) -> str:
-        """A value of a page, as a text.
-
-        Raises:
-            NoAnswer: the server does not answer.
-            LoadError: the server refuses the page, or the page is that of another service.
-        """
+        """A value of a page, as a text."""
         try:
             return str(value(await self._client.get(path)))
         except NoAnswer as error:

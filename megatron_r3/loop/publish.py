@@ -111,10 +111,6 @@ class Publisher:
 
         Returns:
             The size of the weights in bytes; 0 if the version was published before.
-
-        Raises:
-            ValueError: the version was published with other bytes, or cannot be written. All ranks
-                raise the same error.
         """
         directory = self.options.directory
         target, again = directory / version_name(version), None
@@ -176,11 +172,7 @@ def _device() -> str:
 
 
 def _refuse_other(before: PublishedPolicy, now: PublishedPolicy) -> None:
-    """Refuse to go on if a version that may have sampled was published with other bytes.
-
-    Raises:
-        ValueError: naming the files that differ.
-    """
+    """Refuse to go on if a version that may have sampled was published with other bytes."""
     if before.files == now.files:
         return
     names = [n for n in now.files if before.files.get(n) != now.files[n]]

@@ -150,11 +150,7 @@ def _trainer(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    """Check the config as the parts do when they start, and start nothing.
-
-    Raises:
-        ValueError: a field of the config, or a file that it names, cannot be used.
-    """
+    """Check the config as the parts do when they start, and start nothing."""
     from megatron_r3.loop.collector import Collector
     from megatron_r3.loop.config import read_config
     from megatron_r3.loop.trainer import printed_command
@@ -182,11 +178,7 @@ def _routing(config: Config) -> str:
 
 
 def _report(args: argparse.Namespace) -> int:
-    """Write the page, and print where it is.
-
-    Raises:
-        ValueError: a run's files are invalid, plotly is not installed, or --out is needed.
-    """
+    """Write the page, and print where it is."""
     from megatron_r3.data.whole_file import write_whole
     from megatron_r3.loop.report import read_runs
     from megatron_r3.loop.report_page import page

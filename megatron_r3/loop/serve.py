@@ -66,11 +66,7 @@ def main() -> None:
 
 
 def _initialized() -> Any:
-    """Megatron's arguments, checked.
-
-    Raises:
-        ValueError: Megatron refuses them, or no routes would be recorded.
-    """
+    """Megatron's arguments, checked."""
     try:
         args = initialize(_arguments)
     except AssertionError as error:  # how Megatron refuses most arguments
@@ -108,9 +104,6 @@ def _listen(host: str, port: int) -> socket.socket:
 
     Upstream opens the port with SO_REUSEPORT, by which its four processes share the requests. A
     second server on the port would then take some of the requests, with other weights.
-
-    Raises:
-        ValueError: nothing can listen at the address, for example because the port is taken.
     """
     listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -131,11 +124,7 @@ def _end_with_parent() -> None:
 
 
 def _engine(model: torch.nn.Module, args: Any) -> Any:
-    """Megatron's dynamic engine for a model.
-
-    Raises:
-        ValueError: this Megatron is too old, or the engine refuses an option.
-    """
+    """Megatron's dynamic engine for a model."""
     try:
         from megatron.training.argument_utils import inference_cfg_from_args
     except ImportError as error:

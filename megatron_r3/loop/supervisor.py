@@ -72,11 +72,7 @@ def _start(config: Config, part: str) -> subprocess.Popen[bytes]:
 
 
 def _ended(config: Config, part: str, status: int, deaths: dict[str, int]) -> bool:
-    """Write an event about a part's end, and return whether the part needs no restart.
-
-    Raises:
-        RunFailed: a restart would not help, or the part died too often.
-    """
+    """Write an event about a part's end, and return whether the part needs no restart."""
     # --exit-interval and the like end a training before its last collection, with status 0
     done = status == 0 and (part != "trainer" or is_trained(config))
     config.directory.note(PART, "ended" if done else "died", part=part, status=status)

@@ -76,9 +76,6 @@ def _check_sizes(config: Config, arguments: list[str]) -> None:
 
     Between two versions a trainer must use exactly one collection. And the warm-up of the learning
     rate must end before the last step: Megatron's own check is an assertion without an explanation.
-
-    Raises:
-        ConfigError: naming the numbers.
     """
     given = _sizes_in(arguments)
     batch, mini_steps = given.global_batch_size, given.rollouts_mini_steps

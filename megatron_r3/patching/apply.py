@@ -117,11 +117,7 @@ def revert_series(root: Path, patches: Path, *, line: str = "") -> Change:
 def _take(
     status: TreeStatus, versions: Versions, line: str, unreleased: bool, groups: Collection[str]
 ) -> tuple[TreeStatus, str]:
-    """The status of a tree that can be patched only with a record, and text about other choices.
-
-    Raises:
-        PatchingError: no line fits, several fit equally, or --unreleased was not given.
-    """
+    """The status of a tree that can be patched only with a record, and text about other choices."""
     if status.unreleased and status.unknown:  # some files are patched already, others are unknown
         raise PatchingError(why_not(status, versions))
     known = status.state is TreeState.PRISTINE

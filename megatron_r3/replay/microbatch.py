@@ -362,10 +362,6 @@ class MicrobatchRoutes:
         `0, 1, ... K - 1` (no kernel then reads outside its tensor), and `raise_wrong_ids` is called
         when the block ends. Example with 8 experts: the rows `[3, 3, 1]` and `[7, 8, 0]` are wrong,
         and each becomes `[0, 1, 2]`.
-
-        Raises:
-            ReplayError: ids that are no integers, layers of different shapes, or wrong ids on the
-                host.
         """
         layers = list(self.ids)
         for layer, ids_TK in self.ids.items():

@@ -191,12 +191,7 @@ def _model_provider(
 
 
 def _gpt_settings(args: Any) -> dict[str, Any]:
-    """The arguments of a GPTModel other than its config and its layers.
-
-    Raises:
-        ValueError: the arguments name layers or a config of the user's own, which only upstream's
-            script can load.
-    """
+    """The arguments of a GPTModel other than its config and its layers."""
     for name in ("spec", "yaml_cfg"):
         if (given := getattr(args, name, None)) is not None:
             raise ValueError(

@@ -243,11 +243,7 @@ def _tables_of(
 
 
 def _tensors_of(file: Path, about: dict[str, str], number: str) -> dict[str, np.ndarray] | None:
-    """The tensors of a rank's file; None if another pass wrote the file.
-
-    Raises:
-        StoreError: the file is damaged, or was written for other options or rollouts.
-    """
+    """The tensors of a rank's file; None if another pass wrote the file."""
     try:
         with safe_open(file, framework="np") as held:
             told = held.metadata() or {}

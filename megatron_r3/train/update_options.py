@@ -254,11 +254,7 @@ def _two(name: str, bounds: list[float]) -> tuple[float, float]:
 
 
 def _import_losses(module: str) -> None:
-    """Import the user's module, which registers its losses in LOSSES.
-
-    Raises:
-        ValueError: there is no such module, or it raises.
-    """
+    """Import the user's module, which registers its losses in LOSSES."""
     if os.getcwd() not in sys.path:
         # `python -m` puts the working directory into sys.path, a script does not
         sys.path.insert(0, os.getcwd())

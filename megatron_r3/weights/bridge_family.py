@@ -185,11 +185,7 @@ class BridgeFamily:
             )
 
     def _asked(self, what: object, question: Callable[[], T]) -> T:
-        """The answer of the bridge to `question`; an error names the bridge and `what`.
-
-        Raises:
-            ValueError: the bridge has raised.
-        """
+        """The answer of the bridge to `question`; an error names the bridge and `what`."""
         try:
             return question()
         except Exception as error:  # a foreign package can raise anything

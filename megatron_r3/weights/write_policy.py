@@ -268,9 +268,6 @@ def _write_files(
 
     Returns:
         The files that all ranks have written, in the order of their names.
-
-    Raises:
-        ValueError: a file could not be written; the same on every rank.
     """
     pieces = by_place(model.pieces)
     files = _files(model.mapped)

@@ -343,11 +343,7 @@ def _decoded(text: Any, name: str) -> bytes:
 
 
 def _npy_array(raw: bytes, name: str) -> np.ndarray:
-    """The integers in the bytes of a `.npy` file; the array is a view of these bytes.
-
-    Raises:
-        EngineError: numpy writes no such header, or the bytes are not as many as the header says.
-    """
+    """The integers in the bytes of a `.npy` file; the array is a view of these bytes."""
     broken = f"{name}: not a whole .npy of numbers"
     header = _NPY.match(raw)
     if header is None:

@@ -290,11 +290,7 @@ def _turns(
 
 
 def _joined_kept(ordered: Sequence[Increment], source_N: np.ndarray) -> KeptSets | None:
-    """Each token's kept set, from the response that sampled it; None if no response has kept sets.
-
-    Raises:
-        EngineError: some responses have kept sets and others have none.
-    """
+    """Each token's kept set, from the response that sampled it; None if no response has kept sets."""
     parts = [increment.kept for increment in ordered]
     used = np.unique(source_N[source_N >= 0]).tolist()
     if all(parts[number] is None for number in used):

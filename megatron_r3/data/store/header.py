@@ -145,9 +145,6 @@ def _read_layout(file: HeldFile) -> tuple[dict[str, Any], int]:
 
         {"__metadata__": {"megatron_r3": "{...}", "crc32": "123"},
          "reward": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
-
-    Raises:
-        ValueError: the header is cut, or not JSON; beginning with the file's path.
     """
     where = f"{file.path}: not a whole shard"
     if file.size < 8:
