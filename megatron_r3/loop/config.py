@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_r3.loop.config_tables import (
-    Degrading,
     PolicyTable,
     PromptsTable,
     RunTable,
@@ -48,7 +47,6 @@ class Config(Table):
     sampler: SamplerTable
     prompts: PromptsTable
     trainer: TrainerTable
-    degrade: Degrading = Degrading()
 
     @property
     def directory(self) -> RunDirectory:
@@ -214,8 +212,8 @@ def _refused(config: Config) -> list[tuple[bool, str]]:
             "embedded sampler, and with in_place = false",
         ),
         (
-            config.degrade != Degrading() and not embedded,
-            '[degrade] works with engine = "embedded" only: leave the table out',
+            bool(sampler.degrade) and not embedded,
+            '[sampler] degrade works with engine = "embedded" only: leave it out',
         ),
         (
             0 < config.policy.keep < fewest,

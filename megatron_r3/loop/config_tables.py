@@ -75,6 +75,8 @@ class SamplerTable(Table):
             server's own loading from a directory; {model}, {version} and {url} are filled in.
         examine: how many rollouts of each shard the truth test examines before the shard is
             stored; 0 examines none.
+        degrade: module:function that makes the embedded sampler's model less exact, for experiments
+            (`EmbeddedSampler`); empty for none.
         max_tokens, temperature, top_p, top_k: as the options of `rollouts collect`.
         shard_size: rollouts of a shard. 0 stores a collection as one shard, whole or not at all.
         concurrency: how many requests run at a time. The embedded sampler gets a single request for
@@ -91,6 +93,7 @@ class SamplerTable(Table):
     in_place: bool = True
     push: list[str] = []
     examine: NotNegative = 0
+    degrade: str = ""
     max_tokens: Count = 1024
     temperature: Above0 = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -148,17 +151,3 @@ class TrainerTable(Table):
     steps: Count = 1
     checkpoint_every: Count = 1
     environment: dict[str, str] = {}
-
-
-class Degrading(Table):
-    """How the embedded sampler is made less exact on purpose (degrade.py), for experiments.
-
-    Attributes:
-        router_noise: the standard deviation of the gaussian noise on every router logit.
-        fp8: round the weights of experts and linear layers to float8 (e4m3), with a scale for each
-            output row, and the inputs of these layers, with a scale for each token. Routers and
-            the output layer are not rounded.
-    """
-
-    router_noise: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    fp8: bool = False

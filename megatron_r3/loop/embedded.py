@@ -16,7 +16,7 @@ import base64
 import json
 import threading
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -32,25 +32,26 @@ from megatron_r3.collect.request_fields import PLAIN, refuse_other_fields
 from megatron_r3.data.engines.shape import EngineError, ModelShape
 from megatron_r3.data.untrusted import read_json
 from megatron_r3.data.values import wrong_token
-from megatron_r3.loop.config_tables import Degrading
-from megatron_r3.loop.degrade import Degraded
 from megatron_r3.replay.words import one_line
 
 _LARGEST_BODY = 1 << 28
+Begin = Callable[[int | None, bool], None]  # see `EmbeddedSampler`
 
 
 class EmbeddedSampler:
     """Answers requests with a transformers model, one request after the other.
 
     Args:
-        degrading: how the sampler is made less exact on purpose, for experiments.
+        degrade: makes a model less exact on purpose, for experiments. It is called with each model
+            that is loaded, and returns a function that is called before each batch, with the seed
+            of the batch and whether the batch must see the weights alone.
     """
 
-    def __init__(self, degrading: Degrading | None = None) -> None:
-        self.degrading = degrading or Degrading()
+    def __init__(self, degrade: Callable[[torch.nn.Module], Begin] | None = None) -> None:
+        self._degrade = degrade or (lambda model: lambda seed, exact: None)
         self.path, self.version = "", ""
         self._engine: Transformers | None = None
-        self._degraded: Degraded | None = None
+        self._begin: Begin = lambda seed, exact: None
         self._shape: ModelShape | None = None
         self._one = threading.Lock()
 
@@ -76,7 +77,7 @@ class EmbeddedSampler:
             self._engine, self.path, self.version = None, "", ""
             self._shape = ModelShape.from_hf_config(directory)
             engine = Transformers(directory, self._shape, Sampling(1))
-            self._degraded = Degraded(engine.model, self.degrading)
+            self._begin = self._degrade(engine.model)
             self._engine, self.path, self.version = engine, str(directory), version
 
     def generate(self, body: Mapping[str, Any]) -> list[dict[str, Any]] | dict[str, Any]:
@@ -89,7 +90,7 @@ class EmbeddedSampler:
             EngineError: the request cannot be answered.
         """
         with self._one:
-            if self._engine is None or self._shape is None or self._degraded is None:
+            if self._engine is None or self._shape is None:
                 raise EngineError("no model is loaded: POST /update_weights_from_disk first")
             prompts, is_batch = _prompts(body, self._shape.vocab_size)
             params = _params(body, len(prompts))
@@ -101,13 +102,13 @@ class EmbeddedSampler:
             self._engine.sampling = sampling = _sampling(params)
             wants_prompt = body.get("logprob_start_len") == 0
             # Of a run's requests only a probe's have such fields: it must see the weights alone.
-            self._degraded.is_quiet = wants_prompt or sampling.temperature == 0
+            exact = wants_prompt or sampling.temperature == 0
             by_length: defaultdict[int, list[int]] = defaultdict(list)
             for index, ids in enumerate(prompts):
                 by_length[len(ids)].append(index)
             answers: dict[int, Answer] = {}
             for _, members in sorted(by_length.items()):
-                self._degraded.begin(requests[members[0]].seed)
+                self._begin(requests[members[0]].seed, exact)
                 batch = self._engine.answers([requests[i] for i in members])
                 answers |= dict(zip(members, batch, strict=True))
             responses = [

@@ -7,6 +7,7 @@ published.
 
 from __future__ import annotations
 
+import pkgutil
 import secrets
 import subprocess
 import threading
@@ -40,9 +41,10 @@ def run_sampler(config: Config) -> int:
 def _run_embedded(config: Config) -> int:
     from megatron_r3.loop.embedded import EmbeddedSampler, server
 
-    sampler = EmbeddedSampler(config.degrade)
+    degrade = config.sampler.degrade
+    sampler = EmbeddedSampler(pkgutil.resolve_name(degrade) if degrade else None)
     with server(sampler, config.sampler.host, config.sampler.port) as made:
-        print(f"embedded sampler: {config.sampler.url}, {config.degrade}", flush=True)
+        print(f"embedded sampler: {config.sampler.url}, degrade {degrade!r}", flush=True)
         serving = threading.Thread(target=made.serve_forever, args=(_POLL_S,), daemon=True)
         serving.start()
         collected = Collected(config)

@@ -175,7 +175,7 @@ def read_turns(
 
 
 def _read_turn(rollout: Any, indices: list[int], name: str, group: int, sample: int) -> Turn:
-    """The sequence of the turns `indices`, each of which begins with the tokens of the one before."""
+    """The sequence of the turns `indices`; each begins with the tokens of the one before."""
     masks = getattr(rollout, "generation_mask", None)
     if masks is None or rollout.logprobs is None:
         raise ValueError(

@@ -7,11 +7,12 @@ computes in float32, and its policy before the first update on a collection is t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from proof.comparison.degrade import NOISE
 
 SEEDS, COLLECTIONS = 3, 60
-NOISE, LAG = 0.7, 4
+LAG = 4
 
 
 class Arm(NamedTuple):
@@ -27,14 +28,14 @@ class Regime(NamedTuple):
     Attributes:
         name: what tables and pictures call it.
         dtype: the dtype of the published policy, in which the sampler computes.
-        degrade: the table [degrade] of the config.
+        degrade: the function of degrade.py that changes the sampler; empty for none.
         lag: the field `lag` of the config: collection c is sampled by policy c - lag.
         arms: the keys of the arms that run in this regime.
     """
 
     name: str
     dtype: str
-    degrade: Mapping[str, Any]
+    degrade: str
     lag: int
     arms: tuple[str, ...]
 
@@ -73,12 +74,12 @@ ARMS = {
 _ALL = ("live", "r3", "r2", "tis", "r3-tis", "gspo-r3")
 REGIMES = {
     # One arm: if sampler and trainer compute the same, there is nothing to replay or correct.
-    "control": Regime("no mismatch", "float32", {}, 0, ("none",)),
-    "bf16": Regime("bfloat16", "bfloat16", {}, 0, _ALL),
-    "fp8": Regime("float8", "bfloat16", {"fp8": True}, 0, _ALL),
-    "noise": Regime(f"noise {NOISE}", "bfloat16", {"router_noise": NOISE}, 0, _ALL),
+    "control": Regime("no mismatch", "float32", "", 0, ("none",)),
+    "bf16": Regime("bfloat16", "bfloat16", "", 0, _ALL),
+    "fp8": Regime("float8", "bfloat16", "fp8", 0, _ALL),
+    "noise": Regime(f"noise {NOISE}", "bfloat16", "noise", 0, _ALL),
     # In this regime the arm "none" shows staleness alone: sampler and trainer compute in float32.
-    "stale": Regime(f"{LAG} versions old", "bfloat16", {}, LAG, ("none", *_ALL)),
+    "stale": Regime(f"{LAG} versions old", "bfloat16", "", LAG, ("none", *_ALL)),
 }
 
 

@@ -142,6 +142,8 @@ def write_config(folder: Path, run: Run, megatron: Path, port: int, collections:
     asked = range(first, first + max(collections, regime.lag + 1) * PROMPTS)
     lines = [json.dumps({"prompt": problem(n)[0], "group": n - first}) for n in asked]
     prompts.write_text("\n".join(lines) + "\n")
+    spec = f"proof.comparison.degrade:{regime.degrade}"
+    degrade = {"degrade": spec} if regime.degrade else {}
     groups = ([*CPU_ARGS, *MODEL, *UPDATE, "--seed", str(run.seed + 1)], [ARMS[run.arm].arguments])
     tables: dict[str, dict[str, Any]] = {
         "run": {
@@ -157,7 +159,7 @@ def write_config(folder: Path, run: Run, megatron: Path, port: int, collections:
             "checkpoint": str(policy / "checkpoint"),
             "keep": regime.lag + 1 + CHECKPOINT_EVERY,
         },
-        "sampler": {"port": port, "max_tokens": MAX_ANSWER},
+        "sampler": {"port": port, "max_tokens": MAX_ANSWER, **degrade},
         "prompts": {
             "file": prompts.name,
             "per_collection": PROMPTS,
@@ -173,7 +175,6 @@ def write_config(folder: Path, run: Run, megatron: Path, port: int, collections:
             "arguments": [shlex.join(groups[0]), *groups[1]],
         },
         "trainer.environment": {"OMP_NUM_THREADS": "1"},
-        "degrade": dict(regime.degrade),
     }
     # JSON's texts, numbers and lists are TOML's too
     lines = [

@@ -40,15 +40,13 @@ reward = "rewards:right"
 
 [sampler]
 engine = "embedded"
+degrade = "proof.comparison.degrade:noise"
 
 [trainer]
 megatron = "megatron-core"
 processes = 2
 steps = 2
 arguments = [{replaying}"--rollouts-loss", "grpo", "--expert-model-parallel-size=2 --lr 4e-4"]
-
-[degrade]
-router_noise = 0.7
 """
 
 

@@ -19,7 +19,6 @@ from tiny_models import qwen
 from megatron_r3.collect.generate import load_model
 from megatron_r3.data.digest import file_digest
 from megatron_r3.data.engines.transformers import capture_routes
-from megatron_r3.loop.config_tables import Degrading
 from megatron_r3.loop.embedded import EmbeddedSampler, server
 from megatron_r3.loop.probe import Probe, probe_tokens
 from megatron_r3.loop.published import MANIFEST, PublishedPolicy, version_name
@@ -82,7 +81,7 @@ def add_manifest(folder: Path, version: int) -> Path:
 @contextmanager
 def served(sampler: EmbeddedSampler | None = None, port: int = 0) -> Iterator[str]:
     """The embedded sampler in a thread of this process; yields its address."""
-    made = server(sampler or EmbeddedSampler(Degrading()), "127.0.0.1", port)
+    made = server(sampler or EmbeddedSampler(), "127.0.0.1", port)
     thread = threading.Thread(target=made.serve_forever, daemon=True)
     thread.start()
     try:

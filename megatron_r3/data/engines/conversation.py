@@ -290,7 +290,7 @@ def _turns(
 
 
 def _joined_kept(ordered: Sequence[Increment], source_N: np.ndarray) -> KeptSets | None:
-    """Each token's kept set, from the response that sampled it; None if no response has kept sets."""
+    """Each token's kept set, from the response that sampled it; None if no response has any."""
     parts = [increment.kept for increment in ordered]
     used = np.unique(source_N[source_N >= 0]).tolist()
     if all(parts[number] is None for number in used):

@@ -114,19 +114,19 @@ def test_what_an_arm_does(arm: str, source: str, loss: str, correction: str, fol
 
 
 @pytest.mark.parametrize(
-    ("regime", "arm", "noise", "fp8", "lag", "dtype"),
+    ("regime", "arm", "degrade", "lag", "dtype"),
     [
-        ("control", "none", 0.0, False, 0, "float32"),
-        ("bf16", "live", 0.0, False, 0, "bfloat16"),
-        ("fp8", "live", 0.0, True, 0, "bfloat16"),
-        ("noise", "live", 0.7, False, 0, "bfloat16"),
-        ("stale", "live", 0.0, False, 4, "bfloat16"),
-        ("stale", "none", 0.0, False, 4, "float32"),
+        ("control", "none", "", 0, "float32"),
+        ("bf16", "live", "", 0, "bfloat16"),
+        ("fp8", "live", "fp8", 0, "bfloat16"),
+        ("noise", "live", "noise", 0, "bfloat16"),
+        ("stale", "live", "", 4, "bfloat16"),
+        ("stale", "none", "", 4, "float32"),
     ],
 )
-def test_what_a_regime_does(regime, arm, noise, fp8, lag, dtype, folder):
+def test_what_a_regime_does(regime, arm, degrade, lag, dtype, folder):
     config = config_of(folder, regime, arm)
-    assert (config.degrade.router_noise, config.degrade.fp8, config.run.lag) == (noise, fp8, lag)
+    assert (config.sampler.degrade.rpartition(":")[2], config.run.lag) == (degrade, lag)
     shape = json.loads((config.path(config.policy.model) / "config.json").read_text())
     assert shape["dtype"] == dtype
     assert "--bf16" not in trainer_command(config)  # the trainer computes in float32
