@@ -123,20 +123,8 @@ def read_config(file: Path, host: str | None = None) -> Config:
     return config
 
 
-# pydantic's names of type errors, and the type that was expected, in words
-_EXPECTED = {
-    "string_type": "a text",
-    "int_type": "a whole number",
-    "float_type": "a number",
-    "bool_type": "true or false",
-    "list_type": "a list of texts",
-    "dict_type": "a table of texts",
-    "model_type": "a table",
-}
-
-
 def _said(invalid: ValidationError) -> str:
-    """What is wrong with a config, in words.
+    """What pydantic says of the first wrong field, or of the first name that is no field.
 
     An unknown name is reported before any other error: if a field is misspelt, pydantic reports
     the unknown name and also the missing field.
@@ -144,26 +132,14 @@ def _said(invalid: ValidationError) -> str:
     errors: list[Any] = [*invalid.errors()]
     error = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])
     table, *fields = (str(part) for part in error["loc"])
-    kind, given, bounds = error["type"], quoted(error["input"]), error.get("ctx", {})
     where = " ".join([f"[{table}]", *fields])
-    if kind == "extra_forbidden":
-        known = Config.model_fields
-        if not fields:
-            return f"{where}: no such table; there are {', '.join([*known][1:])}"
-        of_table: Any = known[table].annotation
-        return f"{where}: no such field; there are {', '.join(of_table.model_fields)}"
-    if kind == "missing":
+    if error["type"] == "missing":
         return f"{where} is missing"
-    if kind in _EXPECTED:
-        return f"{where}: expected {_EXPECTED[kind]}; got {given}"
-    must = {
-        "greater_than_equal": f"be {bounds.get('ge', 0):g} or more",
-        "greater_than": f"be above {bounds.get('gt', 0):g}",
-        "less_than_equal": f"be at most {bounds.get('le', 0):g}",
-        "finite_number": "be finite",
-        "literal_error": f"be one of {bounds.get('expected')}",
-    }
-    return f"{where} {given}: it must {must.get(kind) or error['msg']}"
+    if error["type"] != "extra_forbidden":
+        return f"{where} is {quoted(error['input'])}: {error['msg']}"
+    of_table: Any = Config.model_fields[table].annotation if fields else Config
+    known = [name for name in of_table.model_fields if name != "file"]
+    return f"{where}: no such name; there are {', '.join(known)}"
 
 
 def _check(config: Config) -> None:
