@@ -28,10 +28,6 @@ _MAY_BE_OF = {
 }
 
 
-class BiasedSampling(ValueError):
-    """An engine's log-probs may be of another distribution than the sampled one, or are all 0."""
-
-
 @dataclass(frozen=True)
 class Sampling:
     """How to sample: the same for every request, except that each sample has its own seed.
@@ -74,20 +70,17 @@ class Sampling:
         return digest_number(name, 31)
 
 
-def sampling_for(engine: str, sampling: Sampling, biased: bool = False) -> Sampling:
+def sampling_for(engine: str, sampling: Sampling) -> Sampling:
     """The sampling, with `logprobs_of` set to what this engine can return.
 
     Settings that change no distribution (temperature 1, no cut) are returned as they are.
 
     Args:
         engine: "vllm", "sglang", "megatron" or "transformers".
-        biased: accept log-probs of another distribution than the sampled one
-            (`--biased-sampling`).
 
     Raises:
-        BiasedSampling: training cannot use the log-probs that the engine returns with these
-            settings.
-        ValueError: the engine does not take requests with these settings.
+        ValueError: the engine does not take requests with these settings, or training cannot use
+            the log-probs that the engine returns with them.
     """
     if engine == "megatron":
         _refuse_for_megatron(sampling)
@@ -95,12 +88,8 @@ def sampling_for(engine: str, sampling: Sampling, biased: bool = False) -> Sampl
     if not unknown:
         return sampling
     given = ", ".join(unknown)
-    if biased:
-        # A server does not say which distribution its log-probs are of. Those of transformers are
-        # computed in this process, from the raw logits.
-        return replace(sampling, logprobs_of="raw" if engine == "transformers" else None)
     if sampling.temperature == 0:
-        raise BiasedSampling(
+        raise ValueError(
             f"{given}: the likeliest token is taken, so every log-prob of the distribution that is "
             "sampled is 0, and training could learn nothing"
         )
@@ -108,12 +97,12 @@ def sampling_for(engine: str, sampling: Sampling, biased: bool = False) -> Sampl
     if engine == "transformers":
         return processed
     if engine == "megatron":
-        raise BiasedSampling(
+        raise ValueError(
             f"{given}: Megatron's server returns no kept sets, and does not say which distribution "
             "its log-probs are of: leave these settings out"
         )
     if not sampling.top_k:  # vLLM and SGLang return a mask only if top-k bounds its size
-        raise BiasedSampling(
+        raise ValueError(
             f"{given}: the response does not say which distribution its log-probs are of: "
             f"{_MAY_BE_OF[engine]}; with a top-k, e.g. 1000, the engine returns kept sets and "
             "log-probs over them"

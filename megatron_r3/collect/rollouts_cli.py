@@ -90,13 +90,7 @@ def run_collect(args: argparse.Namespace) -> int:
 
 def _collect(args: argparse.Namespace) -> int:
     from megatron_r3.collect.collect import collect
-    from megatron_r3.collect.prompt_plan import (
-        BiasedSampling,
-        Plan,
-        Sampling,
-        read_model,
-        sampling_for,
-    )
+    from megatron_r3.collect.prompt_plan import Plan, Sampling, read_model, sampling_for
     from megatron_r3.collect.prompts import read_prompts
     from megatron_r3.collect.reward import load_reward
     from megatron_r3.collect.writing import keep_freed_memory
@@ -104,10 +98,7 @@ def _collect(args: argparse.Namespace) -> int:
     keep_freed_memory()
     make_engine = _engine_maker(args)
     sampling = Sampling(args.max_tokens, args.temperature, args.top_p, args.top_k, args.seed)
-    try:
-        sampling = sampling_for(args.engine, sampling, args.biased_sampling)
-    except BiasedSampling as error:
-        raise ValueError(f"{error}; to collect all the same, give --biased-sampling") from error
+    sampling = sampling_for(args.engine, sampling)
     prompts, reward, model = (
         read_prompts(args.prompts),
         load_reward(args.reward),
@@ -355,11 +346,6 @@ _COLLECT: tuple[Any, ...] = (
     ("--refused-retries",
      "how often a sample is asked for again after a response that cannot be used (default: 2)",
      {"type": number(int, 0), "default": 2}),
-    ("--biased-sampling",
-     "sample with --temperature, --top-p and --top-k, and store the log-probs that the engine "
-     "sends, without kept sets. The log-probs need not be of the distribution that was sampled; "
-     "the ratio of the policy loss then compares two distributions, and its gradient is biased",
-     {"action": "store_true"}),
 )  # fmt: skip
 _INSPECT: tuple[Any, ...] = (
     "show what stores hold: rollouts, rewards, lengths, sizes and the experts' load",

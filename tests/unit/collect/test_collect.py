@@ -67,13 +67,12 @@ def test_every_sample_is_stored_once_and_not_asked_for_again(folder, capsys):
 
 def test_what_is_asked(folder):
     with engine() as server:
-        sampling = ["--max-tokens", "12", "--temperature", "0.5", "--top-k", "7"]
-        assert collect(server.url + "/v1/", 1, *sampling, "--biased-sampling") == 0
+        assert collect(server.url + "/v1/", 1, "--max-tokens", "12") == 0
     for body in server.bodies:
         assert body["path"] == "/v1/completions"
         assert (body["model"], body["n"], body["logprobs"]) == ("served", 1, 1)
-        assert (body["max_tokens"], body["temperature"], body["top_p"]) == (12, 0.5, 1.0)
-        assert (body["top_k"], body["min_p"], body["repetition_penalty"]) == (7, 0.0, 1.0)
+        assert (body["max_tokens"], body["temperature"], body["top_p"]) == (12, 1.0, 1.0)
+        assert (body["top_k"], body["min_p"], body["repetition_penalty"]) == (0, 0.0, 1.0)
         assert body["return_token_ids"] is True
 
 

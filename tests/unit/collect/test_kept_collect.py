@@ -107,10 +107,10 @@ def test_inspect_compares_the_cut_distribution_with_the_model(tiny, capsys):
     assert main(agreement) == 0
     (measured,) = json.loads(capsys.readouterr().out)
     assert measured["agreement"]["abs_dlogp"] < 1e-5
-    assert main([*sampled(4, *options, "--biased-sampling"), "--out", "raw"]) == 0
+    assert main([*sampled(4), "--out", "raw"]) == 0
     path = Path("raw/shard-00000.safetensors")  # control: raw log-probs called processed
     body = header_of(path)
-    body["info"]["sampling"]["logprobs_of"] = "processed"
+    body["info"]["sampling"] |= {"temperature": 0.6, "logprobs_of": "processed"}
     rewrite_header(path, body)
     capsys.readouterr()
     assert main(["raw" if word == "store" else word for word in agreement]) == 0
@@ -130,24 +130,13 @@ def test_a_temperature_alone_has_log_probs_of_it_and_no_sets(tiny):
         assert np.abs(own - rollout.logprobs_N[1:])[rollout.response_N[1:]].max() < 1e-5
 
 
-def test_biased_sampling_keeps_the_log_probs_of_temperature_1(tiny):
-    assert main(sampled(2, "--temperature", "0.5", "--top-k", "4", "--biased-sampling")) == 0
-    store, model = RolloutStore(["store"]), load_model(Path("model"))
-    assert store.info.sampling.logprobs_of == "raw"
-    rollout = store.rollout(0)
-    assert rollout.kept is None
-    raw = torch.log_softmax(torch.from_numpy(logits_of(model, rollout)), -1)
-    own = raw.gather(1, torch.from_numpy(rollout.tokens_N[1:, None]).long())[:, 0].numpy()
-    assert np.abs(own - rollout.logprobs_N[1:])[rollout.response_N[1:]].max() < 1e-5
-
-
 def test_a_collection_goes_on_with_the_same_sampling_only(tiny, capsys):
     assert main(sampled(2, "--top-k", "4")) == 0
     assert main(sampled(4, "--top-k", "4")) == 0
     assert len(RolloutStore(["store"])) == 12
     capsys.readouterr()
-    assert main(sampled(6, "--top-k", "4", "--biased-sampling")) == 1
-    assert "logprobs_of 'processed' there, 'raw' here" in capsys.readouterr().err
+    assert main(sampled(6)) == 1
+    assert "logprobs_of 'processed' there" in capsys.readouterr().err
 
 
 # -- servers
@@ -248,3 +237,12 @@ def test_an_sglang_server_without_masks_is_refused(folder, capsys):
         )
         assert sglang(server) == 0  # control: plain sampling needs no masks
     assert "return_sampling_mask" not in server.bodies[-1]
+
+
+def test_what_each_engine_is_asked_for():
+    plain, cut = Sampling(9), Sampling(9, temperature=0.5, top_k=5)
+    for name in ("vllm", "sglang", "transformers"):
+        assert sampling_for(name, plain) is plain
+        assert sampling_for(name, cut).wants_kept
+        with pytest.raises(ValueError, match="temperature 0: the likeliest token is taken"):
+            sampling_for(name, Sampling(9, temperature=0))

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_r3.collect.engine import Identity, NoAnswer
-from megatron_r3.collect.prompt_plan import BiasedSampling, Sampling, sampling_for
+from megatron_r3.collect.prompt_plan import Sampling, sampling_for
 from megatron_r3.collect.prompts import Prompt
 from megatron_r3.collect.requests import build_request
 from megatron_r3.collect.server import Watch
@@ -46,16 +46,8 @@ def test_what_the_server_cannot_do_is_refused(sampling, message):
         sampling_for("megatron", sampling)
 
 
-def test_an_engine_never_gets_what_ends_it():
-    with pytest.raises(ValueError, match="stops if a request has both") as caught:
-        sampling_for("megatron", Sampling(8, top_k=50, top_p=0.9), biased=True)
-    assert not isinstance(caught.value, BiasedSampling)  # --biased-sampling would not help
-
-
-def test_sampling_that_the_loss_knows_and_biased_sampling():
+def test_sampling_that_the_loss_knows():
     assert sampling_for("megatron", PLAIN) == PLAIN
-    warm = Sampling(8, temperature=0.7)
-    assert sampling_for("megatron", warm, biased=True).logprobs_of is None
 
 
 def test_the_weights_of_each_token():

@@ -126,7 +126,6 @@ def test_only_what_differs_is_said(folder, capsys):
         for changed, more, field in (
             ({"vocab_size": 513}, [], "vocab_size"),
             ({}, ["--max-tokens", "512"], "max_tokens"),
-            ({}, ["--temperature", "0.5", "--biased-sampling"], "temperature"),
         ):
             (folder / "config.json").write_text(json.dumps({**config, **changed}))
             assert main(command(server.url, 2, *more)) == 1

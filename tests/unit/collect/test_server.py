@@ -101,17 +101,12 @@ GREEDY = (
         (["--temperature", "0.7"], "temperature 0.7", WHOSE),
     ],
 )
-def test_sampling_without_its_log_probs_needs_an_option(folder, capsys, arguments, what, reason):
+def test_sampling_without_its_log_probs_is_refused(folder, capsys, arguments, what, reason):
     with engine() as server:
         assert main(command(server.url, 1, *arguments)) == 1
         assert not server.pages_asked
         error = capsys.readouterr().err.splitlines()
-        all_the_same = "to collect all the same, give --biased-sampling"
-        assert error == [f"error: {what}: {reason}; {all_the_same}"]
-        assert main(command(server.url, 1, *arguments, "--biased-sampling")) == 0
-    sampling = RolloutStore([folder / "store"]).info.sampling
-    assert sampling.unknown_to_the_loss() == what.split(", ")
-    assert sampling.logprobs_of is None
+        assert error == [f"error: {what}: {reason}"]
 
 
 def test_what_the_store_says_of_model_and_sampling(folder):
