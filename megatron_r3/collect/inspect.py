@@ -245,19 +245,16 @@ def _chunks(store: RolloutStore) -> Iterator[tuple[np.ndarray, np.ndarray, np.nd
             batch = []
 
 
-def text_of(stores: Sequence[dict[str, Any]], each_layer: bool) -> str:
+def text_of(stores: Sequence[dict[str, Any]]) -> str:
     """A table of the stores side by side, then for each store a table of its policy versions.
 
     Args:
         stores: from `inspect_store`.
-        each_layer: whether each store gets a table of its MoE layers too.
     """
-    parts = [_table(stores)]
-    for store in stores:
-        name = one_line(store["directory"])
-        parts.append(f"policy versions, {name}:\n{_versions(store)}")
-        parts += [f"MoE layers, {name}:\n{_layers(store)}"] if each_layer else []
-    return "\n\n".join(parts)
+    versions = (
+        f"policy versions, {one_line(store['directory'])}:\n{_versions(store)}" for store in stores
+    )
+    return "\n\n".join([_table(stores), *versions])
 
 
 def _table(stores: Sequence[dict[str, Any]]) -> str:
@@ -278,13 +275,6 @@ def _versions(store: dict[str, Any]) -> str:
         policies = row.get("policies", ["in rollouts of earlier versions"])
         rows.append([*map(_cell, [version, *of_row, tokens.get(version, 0.0), policies])])
     return _grid(rows)
-
-
-def _layers(store: dict[str, Any]) -> str:
-    """A table with a line for each MoE layer: how its rows spread over its experts."""
-    names = [name for name in store["all_layers"] if name != "experts"]
-    rows = [[_cell(layer[name]) for name in names] for layer in store["layers"]]
-    return _grid([[name.replace("_", " ") for name in names], *rows])
 
 
 def _facts(numbers: Mapping[str, Any], of: str = "") -> Iterator[tuple[str, str]]:

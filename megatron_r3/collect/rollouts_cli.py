@@ -189,7 +189,7 @@ def run_inspect(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(stores))
         return status
-    print(text_of(stores, args.layers))
+    print(text_of(stores))
     for truth in truths:
         print(f"\n{truth}")
     return status
@@ -350,7 +350,6 @@ _COLLECT: tuple[Any, ...] = (
 _INSPECT: tuple[Any, ...] = (
     "show what stores hold: rollouts, rewards, lengths, sizes and the experts' load",
     _STORES,
-    ("--layers", "show the experts' load by layer", {"action": "store_true"}),
     ("--model",
      "a transformers directory: run some rollouts through this model, and compare the routes",
      _HF_DIR),
@@ -361,7 +360,7 @@ _INSPECT: tuple[Any, ...] = (
      "computed with these weights", _HF_DIR),
     ("--fail-on-alarm", "exit with status 1 where --model raises an alarm",
      {"action": "store_true"}),
-    ("--json", "print all numbers as JSON", {"action": "store_true"}),
+    ("--json", "print all numbers as JSON, with those of each layer", {"action": "store_true"}),
 )  # fmt: skip
 _VERIFY: tuple[Any, ...] = (
     "check every byte and id of stores; with --model, also that this model sampled them",

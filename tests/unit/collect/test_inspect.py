@@ -117,14 +117,13 @@ def test_stores_side_by_side_and_for_programs(store, tmp_path, capsys):
     info = replace(INFO, policy_stamp="ab12", engine_policy="v7", vocab_size=512, sampling=said)
     write_shard(tmp_path / "other", info, ROLLOUTS[:1])
     arguments = ["rollouts", "inspect", str(store), str(tmp_path / "other")]
-    assert main([*arguments, "--layers"]) == 0
+    assert main(arguments) == 0
     lines = capsys.readouterr().out.splitlines()
     rows = {line[:26].strip(): line[26:].split() for line in lines}
     assert rows["rollouts"] == ["6", "1"]
     assert rows["sampling top p"] == ["-", "0.95"]
     assert rows["policy stamps"] == ["-", "ab12"]
     assert rows["engine policies"] == ["-", "v7"]
-    assert sum(line.startswith("layer  uneven  busiest") for line in lines) == 2
     assert main([*arguments, "--json"]) == 0
     first, second = json.loads(capsys.readouterr().out)
     assert (first["rollouts"], second["rollouts"]) == (6, 1)
@@ -146,15 +145,15 @@ def test_texts_of_a_store_do_not_reach_the_terminal_as_they_are(store, tmp_path,
     stats = inspect_store(folder)
     for name in ("engine", "engine_version", "model"):
         wrong = {**stats, name: "\x1b]0;title\x07" + "x" * 10**6}
-        text = text_of([wrong], False)
+        text = text_of([wrong])
         assert all(line.isprintable() for line in text.splitlines())
         assert len(text) < 20_000
     wrong = {**stats, "policy_stamps": ["\x1b[2J"], "router_fingerprints": [["\x1b[2J"]]}
-    assert text_of([wrong], False).count("\\x1b[2J") == 2
+    assert text_of([wrong]).count("\\x1b[2J") == 2
     many = {**stats, "policy_stamps": [f"s{n}" for n in range(16)]}
-    assert "16 values, see --json" in text_of([many], False)
+    assert "16 values, see --json" in text_of([many])
     row = {"rollouts": 1, "reward": 0.0, "response_length": 1.0, "policies": ["\x1b[2J"]}
-    text = text_of([{**stats, "by_version": {"0": row, "1": row}}], True)
+    text = text_of([{**stats, "by_version": {"0": row, "1": row}}])
     assert all(line.isprintable() for line in text.splitlines())
     assert main(["rollouts", "inspect", str(folder), "--json"]) == 0
     assert capsys.readouterr().out[:-1].isprintable()
