@@ -13,15 +13,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from megatron_r3.data.untrusted import read_json
 from megatron_r3.replay.words import one_line, quoted
-
-try:
-    from pydantic import Field, TypeAdapter, ValidationError, create_model
-except ModuleNotFoundError as missing:
-    raise ValueError("rl report needs pydantic: pip install 'megatron-r3[report]'") from missing
 
 # Values by the number of their step, collection or version.
 Curve = dict[float, float]
@@ -118,30 +113,16 @@ def _lines(path: Path, notes: list[str]) -> Iterator[tuple[str, dict[str, Any]]]
         yield where, value
 
 
-def _checked(kind: TypeAdapter[Any], value: Any, where: str) -> Any:
-    """The value if it is of the type; else a ValueError that names file, line and field."""
-    try:
-        return kind.validate_python(value, strict=True)
-    except ValidationError as error:
-        wrong = error.errors()[0]
-        got = "nothing" if wrong["type"] == "missing" else quoted(wrong["input"])
-        text = f"{where}: {quoted(wrong['loc'][0])}: {wrong['msg']}; got {got}"
-        raise ValueError(text) from error
-
-
-Whole = Annotated[int, Field(ge=0, lt=1 << 53)]
-_STEP = TypeAdapter(create_model("Step", iteration=(Whole, ...)))
-_VALUES = TypeAdapter(dict[str, float])
-
-
 def _metrics(path: Path, notes: list[str]) -> dict[str, Curve]:
     """Every name's values by step. Of a step that was logged twice, the later line counts."""
     steps: dict[int, dict[str, float]] = {}
     again, not_finite = set[int](), Counter[str]()
     for where, line in _lines(path, notes):
-        step = _checked(_STEP, line, where).iteration
-        values = _checked(_VALUES, line, where)
-        del values["iteration"]
+        if not all(
+            type(value) in (int, float) for value in (line.get("iteration"), *line.values())
+        ):
+            raise ValueError(f"{where}: expected an iteration and its values, all of them numbers")
+        step, values = line.pop("iteration"), line
         for name in values:
             if name.startswith(LAYER) and not re.fullmatch("[0-9]{1,5}", name[len(LAYER) :]):
                 raise ValueError(f"{where}: {quoted(name)} does not end in a layer number")
@@ -165,54 +146,31 @@ def _metrics(path: Path, notes: list[str]) -> dict[str, Curve]:
     return curves
 
 
-# The fields of events by their types; a field that is not listed here is a float.
-_TYPES: tuple[tuple[Any, str], ...] = (
-    (str, "event device how for part reason"),
-    (list[str], "alarms"),
-    (bool, "verified"),
-    (int, "status"),
-    (Whole, "version iteration bytes rollouts rows collection tokens"),
-    (Annotated[float, Field(ge=0, allow_inf_nan=False)], "time seconds"),
-    (list[float], "route_agreement expert_load"),
-)
-_TYPE_OF = {name: kind for kind, names in _TYPES for name in names.split()}
-_COMPARED = "abs_dlogp abs_dlogp_all cached_dlogp cached_disagreement left_out route_agreement"
-# For each event the fields that it must have, and those that may be missing or null.
+# The fields that an event must have beside `event`; docs/report.md has those that may be missing.
 FIELDS = {
-    "published": ("version", "iteration seconds bytes device"),
-    "pushed": ("version verified", f"seconds how limit {_COMPARED}"),
-    "compared": ("version", _COMPARED),
-    "examined": ("version alarms", "rollouts rows mismatch abs_dlogp"),
-    "collected": (
-        "version collection rollouts tokens",
-        "seconds reward reward_std response_length length_cut expert_load",
-    ),
-    "failed": ("collection reason", ""),
-    "waited": ("for seconds", ""),
-    "started": ("part", ""),
-    "died": ("part", "status"),
-    "ended": ("part", "status"),
+    "published": "time version",
+    "pushed": "time version verified",
+    "compared": "time version",
+    "examined": "time version alarms",
+    "collected": "time version collection rollouts tokens",
+    "failed": "time collection reason",
+    "waited": "time for seconds",
+    "started": "time part",
+    "died": "time part",
+    "ended": "time part",
 }
 
 
-def _event_type(must: str = "", may: str = "") -> TypeAdapter[Any]:
-    fields: dict[str, Any] = {name: (_TYPE_OF[name], ...) for name in f"event time {must}".split()}
-    fields |= {name: (_TYPE_OF.get(name, float) | None, None) for name in may.split()}
-    return TypeAdapter(create_model("Event", **fields))
-
-
-_UNKNOWN = _event_type()
-_EVENTS = {kind: _event_type(*fields) for kind, fields in FIELDS.items()}
-
-
 def _events(path: Path, notes: list[str]) -> Iterator[Event]:
-    """The events of one file, without kinds and fields that the report does not know."""
+    """The events of one file, without kinds that the report does not know."""
     unknown: Counter[str] = Counter()
     for where, line in _lines(path, notes):
-        event = _checked(_EVENTS.get(str(line.get("event")), _UNKNOWN), line, where)
-        if event.event in FIELDS:
-            yield event.model_dump(exclude_none=True)
+        kind = str(line.get("event"))
+        if kind not in FIELDS:
+            unknown[kind] += 1
+        elif missing := {*FIELDS[kind].split()} - line.keys():
+            raise ValueError(f"{where}: the event {kind} has no {min(missing)}")
         else:
-            unknown[event.event] += 1
+            yield {name: value for name, value in line.items() if value is not None}
     for kind, count in sorted(unknown.items()):
         notes.append(f"{path.name}: {count} events {quoted(kind)} are unknown, and were left out")

@@ -29,16 +29,13 @@ METRIC = '{"iteration": 3, "update/entropy": 0.1}'
 EVENT = '{"time": 1, "event": '
 BAD = [
     (METRICS, "[1]", "expected a JSON object"),
-    (METRICS, '{"update/entropy": 0.1}', "'iteration': Field required; got nothing"),
-    (METRICS, METRIC.replace("3", "-3"), "'iteration': Input should be greater than or equal to 0"),
-    (METRICS, METRIC.replace("0.1", '"0.1"'), "'update/entropy': Input should be a valid number"),
+    (METRICS, '{"update/entropy": 0.1}', "expected an iteration and its values"),
+    (METRICS, METRIC.replace("0.1", '"0.1"'), "all of them numbers"),
     (METRICS, METRIC.replace("update/entropy", "router mismatch/layer x"), "layer x"),
     (METRICS, "nonsense", "not JSON"),
     (METRICS, "", "not JSON"),
-    (TRAINER, EVENT + '"published"}', "'version': Field required"),
-    (COLLECTOR, EVENT + '"pushed", "version": 1, "verified": 1}', "should be a valid boolean; got"),
-    (COLLECTOR, EVENT + '"waited", "for": "it", "seconds": -1}', "or equal to 0; got -1"),
-    (SUPERVISOR, '{"time": NaN, "event": "ended"}', "'time': Input should be a finite number"),
+    (TRAINER, EVENT + '"published"}', "the event published has no version"),
+    (SUPERVISOR, '{"event": "ended", "part": "trainer"}', "the event ended has no time"),
 ]
 
 
@@ -138,14 +135,12 @@ def test_what_is_wrong_is_said_first(tmp_path, file, how, expected):
     assert any(warning.startswith(expected) for warning in warnings), warnings
 
 
-def test_every_field_of_an_event_is_documented() -> None:
+def test_every_field_that_an_event_must_have_is_documented() -> None:
     text = (Path(__file__).parents[3] / "docs" / "report.md").read_text()
     rows = re.findall(r"^\| (`[a-z`, ]+) \| (.*) \| (.*)\|$", text, re.MULTILINE)
     documented = {
-        kind: (set(re.findall(r"`(\w+)`", must)), set(re.findall(r"`(\w+)`", may)))
-        for kinds, must, may in rows
+        kind: {"time", *re.findall(r"`(\w+)`", must)}
+        for kinds, must, _ in rows
         for kind in re.findall(r"`(\w+)`", kinds)
     }
-    assert documented == {
-        kind: (set(must.split()), set(may.split())) for kind, (must, may) in FIELDS.items()
-    }
+    assert documented == {kind: {*must.split()} for kind, must in FIELDS.items()}
