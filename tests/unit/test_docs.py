@@ -17,8 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from docs_pages import PAGES, ROOT, commands, help_of
 from engine_server import DATA, engine, write_inputs
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from megatron_r3.cli import main
 from megatron_r3.data.store import RolloutStore
@@ -279,6 +282,8 @@ def test_the_commands_on_rollouts_run(tmp_path, monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, "rewards", raising=False)
     Path("HF_DIR").mkdir()
     Path("config.json").rename("HF_DIR/config.json")
+    words = Tokenizer(WordLevel({"word": 0}, unk_token="word"))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained("HF_DIR")
     line = json.loads((DATA / "14_p12_g10_n2.json").read_text())
     line = {"request": line["request"], "response": line["response"], "reward": [0, 1]}
     Path("recorded.jsonl").write_text(json.dumps(line) + "\n")
