@@ -9,7 +9,7 @@ Shape suffixes (docs/glossary.md): C, N, V.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,23 +35,11 @@ ROWS = 1024  # rows that are read at a time
 _Scores = tuple[float, float, float | None, float | None]
 
 
-def _is_number(kind: pa.DataType) -> bool:
-    is_plain = pa.types.is_integer(kind) or pa.types.is_boolean(kind)
-    return is_plain or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
-
-
-def _is_ids(kind: pa.DataType) -> bool:
-    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    is_list = is_list or pa.types.is_fixed_size_list(kind)
-    return is_list and pa.types.is_integer(kind.value_type)
-
-
-# for each column that is read: what it must hold, in an error's words, and a check of its type
-_KINDS: dict[str, tuple[str, Callable[[pa.DataType], bool]]] = {
-    **dict.fromkeys(KEY, ("whole numbers", pa.types.is_integer)),
-    "reward": ("numbers", _is_number),
-    "tokens": ("lists of whole numbers", _is_ids),
-    "advantage": ("numbers", _is_number),
+# the type to which each column that is read is cast
+_TYPES = {
+    **dict.fromkeys(KEY, pa.int64()),
+    **dict.fromkeys(("reward", "advantage"), pa.float64()),
+    "tokens": pa.list_(pa.int32()),
 }
 
 
@@ -174,10 +162,9 @@ def _rows(
     row whose rollout is not in the store or has had a row before.
     """
     known = set(zip(*(store.column(name).tolist() for name in KEY), strict=True))
-    known_tokens = int(store.column("num_tokens").sum())
     has_advantages = not np.isnan(store.index.columns["advantage"]).all()
     rows: dict[tuple[int, ...], dict[str, Any]] = {}
-    for number, row in enumerate(_read(path, known_tokens, has_advantages)):
+    for number, row in enumerate(_read(path, has_advantages)):
         for name in KEY:
             if row[name] is None:
                 raise StoreError(f"{path}: row {number} has no {name}")
@@ -190,61 +177,27 @@ def _rows(
     return rows
 
 
-def _read(path: Path, known_tokens: int, has_advantages: bool) -> Iterator[dict[str, Any]]:
+def _read(path: Path, has_advantages: bool) -> Iterator[dict[str, Any]]:
     try:
         with pq.ParquetFile(path) as file:
-            names = _columns(file, path, known_tokens, has_advantages)
-            for batch in file.iter_batches(ROWS, columns=names):
-                yield from batch.to_pylist()
+            there = file.schema_arrow.names
+            missing = [name for name in (*KEY, "reward") if name not in there]
+            if missing:
+                raise StoreError(f"{path}: no column {', '.join(missing)}")
+            if has_advantages and "advantage" not in there:
+                raise StoreError(
+                    f"{path}: no column advantage: the store's advantages belong to the old "
+                    "rewards; add a column advantage with new ones, or with nulls"
+                )
+            schema = pa.schema({name: kind for name, kind in _TYPES.items() if name in there})
+            for batch in file.iter_batches(ROWS, columns=schema.names):
+                table = pa.Table.from_batches([batch]).select(schema.names)
+                yield from table.cast(schema).to_pylist()
     except StoreError:
         raise
     except Exception as error:  # pyarrow raises many kinds: OSError, KeyError, OverflowError
-        raise StoreError(
-            f"{path}: not a readable parquet file ({one_line(str(error), 300)})"
-        ) from error
-
-
-def _columns(
-    file: pq.ParquetFile, path: Path, known_tokens: int, has_advantages: bool
-) -> list[str]:
-    """Check the columns; returns the names of those to read."""
-    schema = file.schema_arrow
-    missing = [name for name in (*KEY, "reward") if name not in schema.names]
-    if missing:
-        raise StoreError(f"{path}: no column {', '.join(missing)}")
-    if has_advantages and "advantage" not in schema.names:
-        raise StoreError(
-            f"{path}: no column advantage: the store's advantages belong to the old rewards; add "
-            "a column advantage with new ones, or with nulls"
-        )
-    wanted = [name for name in _KINDS if name in schema.names]
-    for name in wanted:
-        if schema.names.count(name) > 1:
-            raise StoreError(f"{path}: {schema.names.count(name)} columns {name}; one is expected")
-        kind = schema.field(name).type
-        expected, fits = _KINDS[name]
-        if not fits(kind):
-            raise StoreError(
-                f"{path}: column {name} has {one_line(str(kind), 80)}; expected {expected}"
-            )
-    if "tokens" in wanted:
-        _refuse_more_tokens(file, path, known_tokens)
-    return wanted
-
-
-def _refuse_more_tokens(file: pq.ParquetFile, path: Path, known: int) -> None:
-    """Refuse a table with many more token ids than the store, before the ids are unpacked.
-
-    An id that repeats takes next to nothing in the file, and 36 bytes in a Python list. Example:
-    a list of a million times id 500 takes some bytes in the file and 36 MB in memory.
-    """
-    groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
-    columns = [group.column(i) for group in groups for i in range(group.num_columns)]
-    ids = sum(c.num_values for c in columns if c.path_in_schema.split(".")[0] == "tokens")
-    # Parquet counts empty and missing lists as values, too, and a table may have a rollout twice.
-    # So the bound is generous; `_rewarded` compares the ids of each row.
-    if ids > 4 * known + (1 << 20):
-        raise StoreError(f"{path}: column tokens has {ids} ids; the store has {known}")
+        reason = one_line(str(error), 300)
+        raise StoreError(f"{path}: not readable as a table of rollouts ({reason})") from error
 
 
 def _rewarded(

@@ -38,28 +38,22 @@ def with_column(name: str, values: Any, kind: pa.DataType | None = None) -> pa.T
     return given.set_column(given.schema.get_field_index(name), name, column)
 
 
+NO_TABLE = "not readable as a table of rollouts ("
 WRONG_COLUMNS: dict[str, tuple[str, Any, Any, str]] = {
-    "a text": ("group", ["0"] * 5, None, "column group has string; expected whole numbers"),
-    "a list": ("sample", [[0]] * 5, None, "column sample has list<"),
-    "a fraction": ("policy_version", [7.0] * 5, None, "column policy_version has double"),
-    "nothing": ("group", [None] * 5, pa.null(), "column group has null"),
+    "a list": ("sample", [[0]] * 5, None, NO_TABLE),
+    "a fraction": ("policy_version", [7.5] * 5, None, NO_TABLE),
+    "nothing": ("group", [None] * 5, pa.null(), "row 0 has no group"),
     "a null": ("group", [0, None, 1, 1, 2], pa.int64(), "row 1 has no group"),
-    "a decimal": ("group", [Decimal(1)] * 5, None, "column group has decimal128"),
-    "a text as reward": ("reward", ["1"] * 5, None, "column reward has string; expected numbers"),
-    "nested": ("reward", [{"a": [1]}] * 5, None, "column reward has struct<a: list<"),
-    "a time": ("reward", [0] * 5, pa.timestamp("s"), "column reward has timestamp["),
+    "a text as reward": ("reward", ["one"] * 5, None, NO_TABLE),
+    "nested": ("reward", [{"a": [1]}] * 5, None, NO_TABLE),
+    "a time": ("reward", [0] * 5, pa.timestamp("s"), NO_TABLE),
     "a huge decimal": (
         "reward", [Decimal(10) ** 70] * 5, pa.decimal256(76, 0), "row 0, policy_version 7, group 0",
     ),
     "not finite": ("reward", [1, 2, 3, 4, float("inf")], None, "row 4, policy_version 7, group 2"),
-    "above 64 bits": (
-        "group", [2**64 - 1] * 5, pa.uint64(),
-        "row 0: store has no rollout policy_version 7, group 18446744073709551615",
-    ),
-    "texts as tokens": (
-        "tokens", [["a"]] * 5, None, "column tokens has list<element: string>; expected lists of",
-    ),
-    "numbers as tokens": ("tokens", [1] * 5, None, "column tokens has int64; expected lists"),
+    "above 64 bits": ("group", [2**64 - 1] * 5, pa.uint64(), NO_TABLE),
+    "texts as tokens": ("tokens", [["a"]] * 5, None, NO_TABLE),
+    "numbers as tokens": ("tokens", [1] * 5, None, NO_TABLE),
     "nulls among tokens": ("tokens", [[1, None]] * 5, None, "row 0, policy_version 7, group 0"),
     "nulls for tokens": (
         "tokens", [None] * 5, pa.list_(pa.int32()), "row 0, policy_version 7, group 0",
@@ -102,7 +96,7 @@ def test_numbers_of_other_widths_and_truths_are_rewards(store, capsys):
             lambda t: with_column("tokens", [[1, 2]] * 5),
             "row 0, policy_version 7, group 0, sample 0, has other tokens",
         ),
-        (lambda t: t.append_column("group", t["sample"]), "2 columns group; one is expected"),
+        (lambda t: t.append_column("group", t["sample"]), NO_TABLE),
         (
             lambda t: with_column("sample", [0, 9, 0, 1, 0]),
             "row 1: store has no rollout policy_version 7, group 0, sample 9",
@@ -124,29 +118,22 @@ def test_files_that_are_no_tables(store, capsys, data):
     Path("new.parquet").write_bytes(data)
     arguments = ["new.parquet", "--store", "store", "--out", "new"]
     assert main(["rollouts", "convert", "from-parquet", *arguments]) == 1
-    assert error_of(capsys).startswith("new.parquet: not a readable parquet file (")
+    assert error_of(capsys).startswith(f"new.parquet: {NO_TABLE}")
     assert main(["rollouts", "convert", "from-parquet", "store", *arguments[1:]]) == 1
-    assert error_of(capsys).startswith("store: not a readable parquet file (")
+    assert error_of(capsys).startswith(f"store: {NO_TABLE}")
 
 
 def test_rows_without_end_are_not_unpacked(store, capsys):
-    """A million rows of one rollout, and twenty million ids of one row: some kilobytes each."""
+    """A million rows of one rollout: some kilobytes."""
     rows = {name: pa.array(np.full(10**6, 7)) for name in ("policy_version", "group", "sample")}
     pq.write_table(pa.table(rows | {"reward": rows["group"]}), "new.parquet")
-    many = pa.ListArray.from_arrays([0, 2 * 10**7], pa.array(np.zeros(2 * 10**7, np.int32)))
-    one = {name: pa.array([number]) for name, number in (("policy_version", 7), ("group", 0))}
-    one |= {"sample": pa.array([0]), "reward": pa.array([1.0]), "tokens": many}
-    pq.write_table(pa.table(one), "tokens.parquet")
-    del many, one, rows
+    del rows
     assert Path("new.parquet").stat().st_size < 1 << 20
     tracemalloc.start()
-    for name, message in (
-        ("new.parquet", "row 0: store has no rollout policy_version 7, group 7, sample 7"),
-        ("tokens.parquet", "column tokens has 20000000 ids; the store has 33"),
-    ):
-        arguments = [name, "--store", "store", "--out", "new"]
-        assert main(["rollouts", "convert", "from-parquet", *arguments]) == 1
-        assert error_of(capsys) == f"{name}: {message}"
+    arguments = ["new.parquet", "--store", "store", "--out", "new"]
+    assert main(["rollouts", "convert", "from-parquet", *arguments]) == 1
+    message = "row 0: store has no rollout policy_version 7, group 7, sample 7"
+    assert error_of(capsys) == f"new.parquet: {message}"
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 16 << 20
