@@ -30,9 +30,6 @@ def add_balance(
     add("--ranks-per-rollout", type=number(int, 1), default=1, metavar="N",
         help="ranks of the group that have the same rollouts: tensor times context parallel size "
         "(default: 1)")  # fmt: skip
-    add("--global-batch-size", type=number(int, 1), metavar="N",
-        help="rollouts of a global batch, which is shuffled by itself (default: all)")  # fmt: skip
-    add("--seed", type=number(int, 0), default=1, help="seed of the shuffle (default: 1)")
     add("--domain", type=number(int, 1), metavar="N",
         help="a guest is in its expert's block of N neighbouring ranks, such as those that share "
         "NVLink (default: the whole group)")  # fmt: skip
@@ -55,8 +52,6 @@ def run_skew(args: argparse.Namespace) -> int:
         slots=list(dict.fromkeys(args.slots)),
         micro_batch_size=args.micro_batch_size,
         ranks_per_rollout=args.ranks_per_rollout,
-        global_batch_size=args.global_batch_size,
-        seed=args.seed,
         domain=args.domain,
         least_tokens=args.least_tokens,
     )

@@ -20,6 +20,7 @@ from megatron_r3.data.store.expert_load import expert_load
 from megatron_r3.train.schedule import Schedule
 
 ORDERS = ("store", "shuffled")
+SEED = 1  # of the shuffle, which is that of --rollouts-shuffle over one batch of all rollouts
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,6 @@ class SkewPlan:
         micro_batch_size: rollouts of a rank in one micro-batch.
         ranks_per_rollout: how many ranks have the same rollouts, because tensor or context
             parallelism shares out the tokens of a rollout.
-        global_batch_size: rollouts of a global batch, which is shuffled by itself; None for all.
-        seed: seed of the shuffle.
         domain: a guest is in its expert's block of so many neighbouring ranks; None for no blocks.
         least_tokens: fewest tokens of a guest.
     """
@@ -42,8 +41,6 @@ class SkewPlan:
     slots: Sequence[int] = (0, 1, 2)
     micro_batch_size: int = 1
     ranks_per_rollout: int = 1
-    global_batch_size: int | None = None
-    seed: int = 1
     domain: int | None = None
     least_tokens: int = LEAST_TOKENS
 
@@ -70,7 +67,7 @@ def measure_skew(store: RolloutStore, plan: SkewPlan) -> dict[str, Any]:
     load_MLE, rollouts = _loads(store), len(store)
     orders = {
         "store": np.arange(rollouts),
-        "shuffled": _shuffled(rollouts, plan.global_batch_size or rollouts, plan.seed),
+        "shuffled": np.array([*map(Schedule(rollouts, seed=SEED).mixed, range(rollouts))]),
     }
     return {
         "directories": [str(directory) for directory in store.directories],
@@ -80,8 +77,6 @@ def measure_skew(store: RolloutStore, plan: SkewPlan) -> dict[str, Any]:
         "moe_layers": list(store.info.moe_layers),
         "micro_batch_size": plan.micro_batch_size,
         "ranks_per_rollout": plan.ranks_per_rollout,
-        "global_batch_size": plan.global_batch_size or rollouts,
-        "seed": plan.seed,
         "domain": plan.domain,
         "least_tokens": plan.least_tokens,
         "sizes": [_of_size(load_MLE, orders, ep, plan) for ep in plan.ep],
@@ -114,28 +109,11 @@ def _check(store: RolloutStore, plan: SkewPlan) -> None:
                 f"--ep {ep}: a micro-batch of {ep} ranks has {needed} rollouts; "
                 f"{stores_have} {len(store)}: give a smaller --ep or a larger store"
             )
-        if plan.global_batch_size is not None and plan.global_batch_size % needed:
-            raise ValueError(
-                f"--global-batch-size {plan.global_batch_size}: with --ep {ep} a micro-batch has "
-                f"{needed} rollouts: give a multiple of {needed}"
-            )
-    if plan.global_batch_size is not None and plan.global_batch_size > len(store):
-        raise ValueError(
-            f"--global-batch-size {plan.global_batch_size}: {stores_have} "
-            f"{len(store)} rollouts: give at most {len(store)}, or leave the option out"
-        )
 
 
 def _together(ep: int, plan: SkewPlan) -> int:
     """How many rollouts the ranks of a group have in one micro-batch."""
     return ep // plan.ranks_per_rollout * plan.micro_batch_size
-
-
-def _shuffled(rollouts: int, global_batch: int, seed: int) -> np.ndarray:
-    """The order of --rollouts-shuffle `[M]`. A last batch that is not full keeps its order."""
-    schedule = Schedule(global_batch, seed=seed)
-    whole = rollouts - rollouts % global_batch
-    return np.array([schedule.mixed(i) if i < whole else i for i in range(rollouts)])
 
 
 def _loads(store: RolloutStore) -> np.ndarray:

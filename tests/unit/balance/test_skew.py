@@ -38,7 +38,7 @@ def lopsided(tmp_path):
 
 def test_store_order_and_shuffled(lopsided):
     store = RolloutStore([lopsided])
-    numbers = measure_skew(store, SkewPlan([2], [0, 1], seed=3, least_tokens=1))
+    numbers = measure_skew(store, SkewPlan([2], [0, 1], least_tokens=1))
     (size,) = numbers["sizes"]
     assert (size["micro_batches"], size["rollouts_left_out"]) == (4, 0)
     # each micro-batch has two rollouts of one group, and all their tokens are on one rank
@@ -49,7 +49,7 @@ def test_store_order_and_shuffled(lopsided):
     assert size["store"]["1"]["all"] == 1.5
     assert size["store"]["1"]["guests"] == 0.5
     # a micro-batch that the shuffle gave a rollout of each group is even
-    order = np.array([Schedule(8, seed=3).mixed(i) for i in range(8)]).reshape(4, 2) // 4
+    order = np.array([Schedule(8, seed=1).mixed(i) for i in range(8)]).reshape(4, 2) // 4
     even = int((order[:, 0] != order[:, 1]).sum())
     assert 0 < even < 4
     assert size["shuffled"]["0"]["all"] == pytest.approx((2 * (4 - even) + even) / 4)
@@ -105,11 +105,7 @@ WRONG = {
     "--ranks-per-rollout 3: 8 ranks cannot be divided into groups": [
         "--ep", "8", "--ranks-per-rollout", "3",
     ],
-    "--global-batch-size 6: with --ep 4 a micro-batch has 4 rollouts: give a multiple of 4": [
-        "--ep", "4", "--global-batch-size", "6",
-    ],
     "--domain 3: 8 ranks cannot be divided into domains": ["--ep", "8", "--domain", "3"],
-    "--global-batch-size 10: {store} has 8 rollouts": ["--ep", "2", "--global-batch-size", "10"],
 }  # fmt: skip
 
 
