@@ -72,7 +72,7 @@ def verify_store(directory: Path, policies: Policies | None = None) -> Checked:
     text = f"{len(store)} rollouts in {len(store.shards)} shards, every byte and id"
     if policies is None:
         return Checked(text, [])
-    return _said(text, policies, pairs)
+    return _said(text, pairs)
 
 
 def _model_of(shard: Shard, policies: Policies) -> Model | None:
@@ -81,19 +81,14 @@ def _model_of(shard: Shard, policies: Policies) -> Model | None:
     """
     if isinstance(policies, Model):
         return policies
-    version, newest = _versions(shard)
-    return policies(version) if version == newest else None
-
-
-def _versions(shard: Shard) -> tuple[int, int]:
-    """The oldest and the newest policy version of a shard's rollouts."""
     oldest = int(shard.tensors["policy_version"].min())
-    return oldest, int(shard.newest_version_M.max())
+    return policies(oldest) if oldest == int(shard.newest_version_M.max()) else None
 
 
-def _said(text: str, policies: Policies, pairs: list[tuple[Shard, Model | None]]) -> Checked:
+def _said(text: str, pairs: list[tuple[Shard, Model | None]]) -> Checked:
     """The text and what was compared with the policies, with warnings of what was not compared."""
     compared = [(shard.info, model) for shard, model in pairs if model is not None]
+    without = [shard.path.name for shard, model in pairs if model is None]
     warnings = []
     if compared:
         routers = all(i.router_fingerprint and m.router_fingerprint for i, m in compared)
@@ -101,24 +96,17 @@ def _said(text: str, policies: Policies, pairs: list[tuple[Shard, Model | None]]
         parts = "shape" + (
             " and weights" if whole and routers else " and router weights" if routers else ""
         )
-        name = one_line(compared[0][1].name)
-        number = len({model.name for _, model in compared})
-        each = f"the {parts} of {number} policy version(s), each with its own rollouts"
-        text += f", {name}'s {parts}" if isinstance(policies, Model) else f", {each}"
+        names = {model.name for _, model in compared}
+        of_one = f", {one_line(min(names))}'s {parts}"
+        text += of_one if len(names) == 1 else f", the {parts} of {len(names)} policies"
         if not routers:
             warnings.append(
                 "router weights not compared: the store or the model has no fingerprint of them"
             )
-    if len(compared) < len(pairs):
-        without = [_versions(shard) for shard, model in pairs if model is None]
-        gone = sorted({version for version, newest in without if version == newest})
-        several = sum(version != newest for version, newest in without)
-        some = ", ".join(map(str, gone[:5])) + (", ..." if gone[5:] else "")
-        reasons = [f"no folder of {len(gone)} policy version(s): {some}"] if gone else []
-        reasons += [f"shards of several versions: {several}"] if several else []
+    if without:
         warnings.append(
-            f"{len(without)} of {len(pairs)} shards not compared with a policy: "
-            f"{'; '.join(reasons)}"
+            f"{len(without)} of {len(pairs)} shards not compared, the first is {without[0]}: their "
+            "policy version has no folder, or they have several versions"
         )
     return Checked(text, warnings)
 
