@@ -102,17 +102,6 @@ class Option:
         text = f"{self.says} (default: {self.shown_default})".replace("`", "").replace("%", "%%")
         return re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)
 
-    @property
-    def row(self) -> str:
-        """The option's line in the tables of docs/train.md."""
-        what = self.metavar or "|".join(self.choices)
-        # for a field whose default is True or None, Megatron makes only the flag --no-...
-        switches_off = self.field and not what and self.default is not False
-        name = typed(self.name, not switches_off)
-        what = {"+": f"{what} ...", "?": f"[{what}]"}.get(self.nargs or "", what)
-        cells = (f"`{f'{name} {what}'.strip()}`", self.shown_default, self.says)
-        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
     def refuse(self, args: Any, look: Callable[[Any, str], tuple[Any, bool]]) -> None:
         """Refuse a value that is impossible, or does not go with other options.
 

@@ -1,7 +1,5 @@
 """One row for each option of a training on rollouts: argparse, refusals and docs come from it.
 
-    python -m megatron_r3.train.option_table     prints the tables of docs/train.md
-
 A new option is one row, and `value(args, name)` gives its value. A row with `field=True` is a field
 of Megatron's TransformerConfig, so Megatron makes the flag; the rest of such a row works as in any
 other row.
@@ -10,7 +8,7 @@ other row.
 from __future__ import annotations
 
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any
 
 from megatron_r3.train.losses.advantages import ADVANTAGES
@@ -333,16 +331,3 @@ def refuse_without_rollouts(args: Any) -> None:
                 f"{flag(option.name)} does nothing without --rollouts: give --rollouts DIR, or "
                 "leave it out"
             )
-
-
-def tables() -> Iterator[str]:
-    """The lines of the two tables of docs/train.md: options of ours, then fields."""
-    for fields in (False, True):
-        yield f"| {'field of `TransformerConfig`' if fields else 'option'} | default | |"
-        yield "|---|---|---|"
-        yield from (option.row for option in OPTIONS if option.field == fields)
-        yield ""
-
-
-if __name__ == "__main__":
-    print("\n".join(tables()).rstrip())

@@ -11,8 +11,8 @@ from training_arguments import ARGUMENTS
 
 from megatron_r3.seams.arguments import check_args
 from megatron_r3.train import option_table
-from megatron_r3.train.option_kind import Option, Rule, flag
-from megatron_r3.train.option_table import OPTIONS, look, refuse_without_rollouts, tables, value
+from megatron_r3.train.option_kind import Option, Rule, flag, typed
+from megatron_r3.train.option_table import OPTIONS, look, refuse_without_rollouts, value
 
 OURS = [option for option in OPTIONS if not option.field]
 A_VALUE = {int: "3", float: "0.5", str: "x"}
@@ -91,12 +91,11 @@ def test_a_number_below_the_least_is_refused() -> None:
             option.refuse(SimpleNamespace(**{**ARGUMENTS, option.name: given}), look)
 
 
-def test_a_made_up_row_is_an_option_a_refusal_and_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_made_up_row_is_an_option_and_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     row = Option("rollouts_made_up", "do [it](a.md)", metavar="N", kind=int, least=1)
     monkeypatch.setattr(option_table, "OPTIONS", (*OPTIONS, row))
     monkeypatch.setitem(option_table.BY_NAME, row.name, row)
     assert parsed("--rollouts-made-up", "3").rollouts_made_up == 3
-    assert "| `--rollouts-made-up N` | none | do [it](a.md) |" in tables()
     with pytest.raises(ValueError, match="--rollouts-made-up 0: it must be 1 or more"):
         option_table.refuse_options(SimpleNamespace(**ARGUMENTS, rollouts_made_up=0))
 
@@ -113,10 +112,22 @@ def test_a_field_that_the_tree_lacks_is_an_error_that_names_the_group(capsys):
         assert "no patches of the group guests" in capsys.readouterr().err
 
 
+def line_of(option: Option) -> str:
+    """The option's line in the tables of docs/train.md."""
+    what = option.metavar or "|".join(option.choices)
+    # for a field whose default is True or None, Megatron makes only the flag --no-...
+    switches_off = option.field and not what and option.default is not False
+    name = typed(option.name, not switches_off)
+    what = {"+": f"{what} ...", "?": f"[{what}]"}.get(option.nargs or "", what)
+    cells = (f"`{f'{name} {what}'.strip()}`", option.shown_default, option.says)
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
 def test_the_docs_have_the_tables() -> None:
     page = (Path(__file__).parents[3] / "docs" / "train.md").read_text()
-    for table in "\n".join(tables()).strip().split("\n\n"):
-        assert f"\n\n{table}\n\n" in page, "python -m megatron_r3.train.option_table"
+    for fields in (False, True):
+        lines = [line_of(option) for option in OPTIONS if option.field == fields]
+        assert "|---|---|---|\n" + "\n".join(lines) + "\n\n" in page, "\n".join(lines)
 
 
 def test_nothing_is_looked_at_where_nothing_is_asked() -> None:
