@@ -93,7 +93,8 @@ class EmbeddedSampler:
             if self._engine is None or self._shape is None:
                 raise EngineError("no model is loaded: POST /update_weights_from_disk first")
             prompts, is_batch = _prompts(body, self._shape.vocab_size)
-            params = _params(body, len(prompts))
+            given = body.get("sampling_params") or {}
+            params = given if isinstance(given, list) else [given] * len(prompts)
             refuse_other_fields(body, "the request")
             requests = [
                 SampleRequest(ids, one.get("sampling_seed"), f"prompt {i}")
@@ -164,29 +165,12 @@ def _all_layers(ids_LTK: np.ndarray, shape: ModelShape) -> str:
 
 
 def _prompts(body: Mapping[str, Any], vocab_size: int | None) -> tuple[list[list[int]], bool]:
-    given = body.get("input_ids")
-    if not isinstance(given, list) or not given:
-        raise EngineError("input_ids must be a list of token ids, or a list of such lists")
-    is_batch = isinstance(given[0], list)
-    prompts = given if is_batch else [given]
+    given = body["input_ids"]
+    prompts = given if isinstance(given[0], list) else [given]
     for number, ids in enumerate(prompts):
-        if not isinstance(ids, list) or not ids or any(type(token) is not int for token in ids):
-            raise EngineError(
-                f"prompt {number} of input_ids: expected a list of 1 token id or more"
-            )
         if wrong := wrong_token(np.asarray(ids, np.int64), vocab_size):
             raise EngineError(f"prompt {number} of input_ids: token {wrong[0]} {wrong[1]}")
-    return prompts, is_batch
-
-
-def _params(body: Mapping[str, Any], count: int) -> list[Mapping[str, Any]]:
-    given = body.get("sampling_params") or {}
-    params = given if isinstance(given, list) else [given] * count
-    if len(params) != count or not all(isinstance(one, Mapping) for one in params):
-        raise EngineError(
-            f"sampling_params: expected an object, or a list of {count}, one for each prompt"
-        )
-    return params
+    return prompts, prompts is given
 
 
 _DEFAULTS = {"max_new_tokens": 128, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "n": 1}
@@ -196,18 +180,22 @@ _FIXED = {"min_p": 0.0, "n": 1}
 
 def _sampling(params: list[Mapping[str, Any]]) -> Sampling:
     """The sampling parameters that all prompts of a request share; only the seeds may differ."""
-    first = {**_DEFAULTS, **params[0]}
-    for one in params:
-        unknown = one.keys() - _DEFAULTS.keys() - _FIXED.keys() - PLAIN.keys() - {"sampling_seed"}
-        if unknown:
-            raise EngineError(
-                f"sampling_params: {sorted(unknown)[0]!r} is not supported by the embedded sampler"
-            )
-        for name, value in {**_DEFAULTS, **one}.items():
-            if name in _FIXED and value != _FIXED[name]:
-                raise EngineError(f"sampling_params: {name} must be {_FIXED[name]}")
-            if name in _DEFAULTS and value != first[name]:
-                raise EngineError(f"sampling_params: {name} differs between the prompts")
+    first, *others = ({**_DEFAULTS, **one, "sampling_seed": None} for one in params)
+    if any(one != first for one in others):
+        raise EngineError("sampling_params: only sampling_seed may differ between the prompts")
+    if (
+        unknown := first.keys()
+        - _DEFAULTS.keys()
+        - _FIXED.keys()
+        - PLAIN.keys()
+        - {"sampling_seed"}
+    ):
+        raise EngineError(
+            f"sampling_params: {min(unknown)!r} is not supported by the embedded sampler"
+        )
+    for name, value in _FIXED.items():
+        if first.get(name, value) != value:
+            raise EngineError(f"sampling_params: {name} must be {value}")
     top_k = max(0, int(first["top_k"]))
     sampling = Sampling(
         int(first["max_new_tokens"]), float(first["temperature"]), float(first["top_p"]), top_k
