@@ -23,6 +23,7 @@ from megatron_r3.replay.rows import PADDING
 from megatron_r3.train.forward import forward_only, on_device, run_forward
 from megatron_r3.train.options import RolloutOptions
 from megatron_r3.train.policy_head import Policy
+from megatron_r3.weights.all_ranks import everyones
 
 _FIELDS = ("tokens", "labels", "position_ids", "rows", "loss_mask")
 LayersOf = Callable[[torch.nn.Module], list[int]]
@@ -121,12 +122,8 @@ class ProbePass:
             ],
             [(layer, rows, ids.cpu().numpy()) for layer, rows, ids in self._routes],
         )
-        is_first = torch.distributed.get_rank() == 0
-        everyone: list[Any] | None = None
-        if is_first:
-            everyone = [None] * torch.distributed.get_world_size()
-        torch.distributed.gather_object(mine, everyone)
-        if everyone is None:
+        everyone = everyones(mine)
+        if torch.distributed.get_rank():
             return None
         num, length = self.tokens_MN.shape
         values = np.zeros(num * length, np.float32)
