@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import torch
 
-from megatron_r3.cpu.errors import InstallError, is_users_mistake, lacking, lost_its_peer
+from megatron_r3.cpu.errors import InstallError, is_users_mistake, lost_its_peer
 from megatron_r3.cpu.install import CPU_ARGS, install
 from megatron_r3.cpu.ranks import describe_rank, free_port, usable_cores
 from megatron_r3.replay.ending import refuse_unpatched, say_last
@@ -88,7 +88,9 @@ def _report(error: Exception) -> NoReturn:
         time.sleep(min(0.5 * int(os.environ["LOCAL_RANK"]), PATIENCE_S))
         _leave(1, f"error: {error}")
     text = "".join(traceback.format_exception(error))
-    if missing := lacking(error, sys.argv[1:]):
+    given = {argument.split("=")[0] for argument in sys.argv}
+    missing = [argument for argument in CPU_ARGS if argument.split("=")[0] not in given]
+    if missing and "megatron.training.arguments" in sys.modules:
         text += f"hint: a Megatron pretrain script on the CPU also needs: {' '.join(missing)}"
     _leave(1, text)
 

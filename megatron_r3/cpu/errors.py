@@ -1,9 +1,8 @@
-"""The errors of megatron_r3.cpu, and what caused an error: the user, an argument, another rank."""
+"""The errors of megatron_r3.cpu, and what caused an error: the user, or another rank."""
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -31,30 +30,6 @@ def is_users_mistake(error: BaseException) -> bool:
     *_, (frame, _) = traceback.walk_tb(trace)
     package = Path(__file__).parents[1]
     return package in Path(frame.f_code.co_filename).parents
-
-
-# Arguments of CPU_ARGS, each with a word that is in the last frame or the message of the error that
-# Megatron raises without the argument. If an argument that is not listed is missing, Megatron
-# raises no error.
-_SIGNS = {
-    "--distributed-backend=gloo": "NCCL",
-    "--transformer-impl=local": "TESpecProvider",
-    "--no-gradient-accumulation-fusion": "gradient_accumulation_fusion",
-    "--no-masked-softmax-fusion": "softmax_cuda",
-    "--no-rope-fusion": "apply_rope_fusion",
-    "--no-persist-layer-norm": "persist_layer_norm",
-}
-
-
-def lacking(error: BaseException, argv: Sequence[str]) -> list[str]:
-    """The arguments of CPU_ARGS that are missing and caused this error; empty if none did."""
-    given = {argument.split("=")[0] for argument in argv}
-    last = "".join(traceback.format_exception(error, limit=-1))
-    return [
-        argument
-        for argument, sign in _SIGNS.items()
-        if argument.split("=")[0] not in given and sign in last
-    ]
 
 
 def lost_its_peer(message: str) -> bool:
