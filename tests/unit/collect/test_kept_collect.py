@@ -17,6 +17,7 @@ from stored import header_of, rewrite_header
 
 from megatron_r3.cli import main
 from megatron_r3.collect.generate import load_model
+from megatron_r3.collect.prompt_plan import Sampling, sampling_for
 from megatron_r3.data.store import RolloutStore
 from tests.unit.collect.test_generate import PROMPTS as TINY_PROMPTS
 from tests.unit.collect.test_generate import command as sampled
