@@ -1,7 +1,7 @@
 """The command `megatron-r3`: `megatron-r3 --help` lists what it does.
 
-The subpackages patching, collect and loop register their commands. Importing this file loads
-neither torch nor Megatron.
+The subpackages patching, collect, record and loop register their commands. Importing this file
+loads neither torch nor Megatron.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import megatron_r3
 from megatron_r3.collect.rollouts_cli import add_rollouts
 from megatron_r3.loop.rl_cli import add_rl
 from megatron_r3.patching.patches_cli import add_commands
+from megatron_r3.record.record_cli import add_record
 from megatron_r3.replay.words import one_line
 
 DESCRIPTION = (
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.set_defaults(group=parser)  # a command sets `run`, a group of commands sets `group`
     subparsers = parser.add_subparsers(metavar="COMMAND")
     add_commands(subparsers)
-    add_rollouts(subparsers)
+    add_record(add_rollouts(subparsers))
     add_rl(subparsers)
     return run_command(parser, argv)
 

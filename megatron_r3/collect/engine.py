@@ -12,6 +12,7 @@ from typing import Protocol
 
 from megatron_r3.collect.prompts import Prompt
 from megatron_r3.collect.writing import Shelf
+from megatron_r3.data.engines.conversation import Increment
 from megatron_r3.data.engines.said import Said
 from megatron_r3.data.engines.shape import EngineError
 from megatron_r3.data.rollout import Rollout
@@ -59,6 +60,11 @@ class Answer:
 
     decoded: Rollout
     said: Said
+
+    @classmethod
+    def of(cls, increment: Increment) -> Answer:
+        """The answer that an increment is by itself; its rows must begin at token 0."""
+        return cls(increment.whole(), increment.said)
 
 
 class Engine(Protocol):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from megatron_r3.collect.prompt_plan import Sampling
 from megatron_r3.collect.prompts import Prompt, PromptError
+from megatron_r3.data.engines.conversation import Increment
 from megatron_r3.data.engines.shape import EngineError, ModelShape
-from megatron_r3.data.rollout import Rollout
 
 # Bytes that an answer may have; real answers have about a tenth.
 _OF_ANY_ANSWER = 1 << 20  # names, times, counts: whatever a server sends beside its tokens
@@ -20,7 +21,13 @@ _TEMPLATE_TOKENS = 4096  # tokens that a chat template adds to the messages
 
 
 def build_request(
-    engine: str, prompt: Prompt, sampling: Sampling, seed: int | None, model: str
+    engine: str,
+    prompt: Prompt,
+    sampling: Sampling,
+    seed: int | None,
+    model: str,
+    start: int = 0,
+    stop: Sequence[str] = (),
 ) -> tuple[str, dict[str, Any]]:
     """The path and body of a request that asks for one sample: token ids, log-probs and routes.
 
@@ -31,21 +38,33 @@ def build_request(
         seed: the sample's seed; None leaves the choice to the engine. Megatron's server takes none.
         model: the name under which the server has the model. If it is empty, the request names no
             model, and the server takes its only one.
+        start: the token of the first row to return. Megatron's server returns all rows.
+        stop: texts at which a response ends. Megatron's server takes none.
 
     Raises:
         PromptError: this engine does not take such a prompt.
     """
-    if engine == "vllm":
-        return _vllm(prompt, sampling, seed, model)
-    return _megatron(prompt, sampling) if engine == "megatron" else _sglang(prompt, sampling, seed)
-
-
-def _vllm(
-    prompt: Prompt, sampling: Sampling, seed: int | None, model: str
-) -> tuple[str, dict[str, Any]]:
-    params = {"max_tokens": sampling.max_tokens, "n": 1, **_drawn(sampling, 0)}
+    if engine == "megatron":
+        return _megatron(prompt, sampling)
+    path, body, params = (
+        _vllm(prompt, sampling, model) if engine == "vllm" else _sglang(prompt, sampling)
+    )
     if seed is not None:
-        params["seed"] = seed
+        params["seed" if engine == "vllm" else "sampling_seed"] = seed
+    if stop:
+        params["stop"] = list(stop)
+    if start and engine == "vllm":
+        params["routed_experts_prompt_start"] = start
+    elif start:
+        body["routed_experts_start_len"] = start
+    return path, body
+
+
+_Asked = tuple[str, dict[str, Any], dict[str, Any]]  # path, body, and what of it says how to sample
+
+
+def _vllm(prompt: Prompt, sampling: Sampling, model: str) -> _Asked:
+    params = {"max_tokens": sampling.max_tokens, "n": 1, **_drawn(sampling, 0)}
     named: dict[str, Any] = {"model": model} if model else {}
     if sampling.wants_kept:  # /v1/completions and /v1/chat return no sampling masks
         if prompt.tokens is None:
@@ -54,13 +73,16 @@ def _vllm(
                 "`prompt` as token ids"
             )
         # output_mode has vLLM 0.32 and later return the text too; 0.30 ignores it.
-        body = {"token_ids": prompt.tokens, "sampling_params": {**params, "logprobs": 1}}
-        return "/inference/v1/generate", {**body, "output_mode": "text", **named}
+        params |= {"logprobs": 1}
+        body = {"token_ids": prompt.tokens, "sampling_params": params, "output_mode": "text"}
+        return "/inference/v1/generate", body | named, params
     # Two ids may have the same text, so each log-prob comes with "token_id:523" instead of " the".
     params |= {"return_token_ids": True, "return_tokens_as_token_ids": True, **named}
     if prompt.is_chat:
-        return "/v1/chat/completions", {**params, "messages": prompt.content, "logprobs": True}
-    return "/v1/completions", {**params, "prompt": prompt.content, "logprobs": 1}
+        params |= {"messages": prompt.content, "logprobs": True}
+        return "/v1/chat/completions", params, params
+    params |= {"prompt": prompt.content, "logprobs": 1}
+    return "/v1/completions", params, params
 
 
 def _drawn(sampling: Sampling, all_tokens: int) -> dict[str, Any]:
@@ -75,15 +97,13 @@ def _drawn(sampling: Sampling, all_tokens: int) -> dict[str, Any]:
     }
 
 
-def _sglang(prompt: Prompt, sampling: Sampling, seed: int | None) -> tuple[str, dict[str, Any]]:
+def _sglang(prompt: Prompt, sampling: Sampling) -> _Asked:
     if prompt.tokens is None:
         raise PromptError(
             f"{prompt.where}: with SGLang's /generate a prompt is a list of token ids, no text and "
             "no chat; give `prompt` as token ids"
         )
     params = {"max_new_tokens": sampling.max_tokens, **_drawn(sampling, -1)}
-    if seed is not None:
-        params["sampling_seed"] = seed
     body = {
         "input_ids": prompt.tokens,
         "sampling_params": params,
@@ -91,7 +111,9 @@ def _sglang(prompt: Prompt, sampling: Sampling, seed: int | None) -> tuple[str, 
         "return_routed_experts": True,
         "stream": False,
     }
-    return "/generate", {**body, "return_sampling_mask": True} if sampling.wants_kept else body
+    if sampling.wants_kept:
+        body["return_sampling_mask"] = True
+    return "/generate", body, params
 
 
 def _megatron(prompt: Prompt, sampling: Sampling) -> tuple[str, dict[str, Any]]:
@@ -139,7 +161,7 @@ _ASK_MASK = {
 }
 
 
-def refuse_without_kept(engine: str, decoded: Rollout, sampling: Sampling, where: str) -> None:
+def refuse_without_kept(engine: str, decoded: Increment, sampling: Sampling, where: str) -> None:
     """Refuse a response without the kept sets that were asked for.
 
     Raises:

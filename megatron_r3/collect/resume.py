@@ -186,6 +186,8 @@ def _check_prompts(
     Args:
         of_version_M: bool, True for the rollouts of this policy version.
     """
+    if not prompts:  # a recorder learns its prompts from its sessions
+        return
     groups = np.array([prompt.group for prompt in prompts], np.int64)
     digests = np.array([prompt.digest for prompt in prompts], np.int64)
     group_M, digest_M = store.column("group"), store.column("prompt_digest")

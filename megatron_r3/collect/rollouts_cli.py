@@ -24,13 +24,19 @@ CONCURRENCY = {"vllm": 32, "sglang": 32, "megatron": 32, "transformers": 256}
 Row = tuple[str, str, dict[str, Any]]  # an option or argument: its name, help, and settings
 
 
-def add_rollouts(subparsers: Commands[argparse.ArgumentParser]) -> None:
-    """Register `rollouts` and its commands; each command sets `args.run` to its function."""
+def add_rollouts(
+    subparsers: Commands[argparse.ArgumentParser],
+) -> Commands[argparse.ArgumentParser]:
+    """Register `rollouts` and its commands; each command sets `args.run` to its function.
+
+    Returns:
+        The commands of `rollouts`, to which others are added.
+    """
     summary = "collect rollouts from an engine, inspect, verify, show and convert them"
     parser = subparsers.add_parser("rollouts", help=summary, description=summary)
     parser.set_defaults(group=parser)
     commands = parser.add_subparsers(metavar="COMMAND")
-    add_command(commands, "collect", run_collect, *_COLLECT)
+    add_command(commands, "collect", run_collect, *COLLECT)
     add_command(commands, "inspect", run_inspect, *_INSPECT)
     add_command(commands, "verify", run_verify, *_VERIFY)
     add_show(commands)
@@ -42,6 +48,7 @@ def add_rollouts(subparsers: Commands[argparse.ArgumentParser]) -> None:
     add_command(kinds, "responses", run_responses, *_RESPONSES)
     add_command(kinds, "to-parquet", run_to_parquet, *_TO_PARQUET)
     add_command(kinds, "from-parquet", run_from_parquet, *_FROM_PARQUET)
+    return commands
 
 
 def add_command(
@@ -305,7 +312,7 @@ _SHARD_SIZE: Row = (
 _WHOLE: dict[str, Any] = {"type": number(int, 0, 2**63 - 1), "metavar": "N"}
 
 # The summary of each command, then its options.
-_COLLECT: tuple[Any, ...] = (
+COLLECT: tuple[Any, ...] = (
     "have an engine answer every prompt, reward each response, and store it exactly once; the same "
     "command goes on where a killed one stopped",
     ("--engine",

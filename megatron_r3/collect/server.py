@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import ChainMap
-from collections.abc import Callable, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 from megatron_r3.collect.client import Client
@@ -18,6 +18,7 @@ from megatron_r3.collect.prompt_plan import Sampling
 from megatron_r3.collect.prompts import Prompt
 from megatron_r3.collect.requests import answer_limit, build_request, refuse_without_kept
 from megatron_r3.data.engines import decode_increments
+from megatron_r3.data.engines.conversation import Increment
 from megatron_r3.data.engines.shape import EngineError, ModelShape
 from megatron_r3.data.values import wrong_text
 
@@ -48,26 +49,51 @@ class Server:
 
     async def sample(self, prompt: Prompt, seed: int | None, where: str) -> Answer:
         """See `Engine.sample`."""
-        model = self._watch.start.model if self.dialect == "vllm" else ""
-        path, body = build_request(self.dialect, prompt, self.sampling, seed, model)
-        most_bytes = answer_limit(self.shape, prompt, self.sampling)
         # No variable keeps the response, so it is freed as soon as it is decoded: hundreds of
         # responses may wait for `confirm` at a time.
+        return Answer.of(await self.ask(prompt, seed, where))
+
+    async def ask(
+        self,
+        prompt: Prompt,
+        seed: int | None,
+        where: str,
+        start: int = 0,
+        stop: Sequence[str] = (),
+        max_tokens: int | None = None,
+    ) -> Increment:
+        """Sample one response to a prompt, with the routes from one token on.
+
+        Args:
+            prompt, seed, where: as in `Engine.sample`.
+            start: the token of the first row. Megatron's server returns all rows.
+            stop: texts at which the response ends.
+            max_tokens: the largest number of tokens of the response, if it is to be less than that
+                of the sampling.
+
+        Raises:
+            NoAnswer, EngineError: as in `Engine.sample`.
+        """
+        model = self._watch.start.model if self.dialect == "vllm" else ""
+        sampling = self.sampling
+        if max_tokens is not None:
+            sampling = replace(sampling, max_tokens=min(max_tokens, sampling.max_tokens))
+        path, body = build_request(self.dialect, prompt, sampling, seed, model, start, stop)
+        most_bytes = answer_limit(self.shape, prompt, sampling)
         return self._read(await self._client.post(path, body, most_bytes), body, model, where)
 
-    def _read(self, response: Any, body: dict[str, Any], model: str, where: str) -> Answer:
+    def _read(self, response: Any, body: dict[str, Any], model: str, where: str) -> Increment:
         try:  # the decoder compares the response with the request and with the model's shape
             samples = decode_increments(self.dialect, response, body, self.shape, where)
             if len(samples) != 1:
                 raise EngineError(
                     f"{where}: the response has {len(samples)} samples; 1 was asked for"
                 )
-            decoded, said = samples[0].whole(), samples[0].said
             # vLLM names the model in each response, and the decoder compares the two names.
-            if model and not said.model:
+            if model and not samples[0].said.model:
                 raise EngineError(f"{where}: the response names no model; {model!r} was asked for")
-            refuse_without_kept(self.dialect, decoded, self.sampling, where)
-            return Answer(decoded, said)
+            refuse_without_kept(self.dialect, samples[0], self.sampling, where)
+            return samples[0]
         except EngineError:
             raise
         except Exception as error:  # JSON of some other service: a list where an object is expected

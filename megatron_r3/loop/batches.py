@@ -66,7 +66,7 @@ class BatchServer(Server):
             if not isinstance(responses, list) or len(responses) != len(bodies):
                 raise EngineError(f"/generate: expected a list of {len(bodies)} responses")
             answers = [
-                self._read(response, body, "", where)
+                Answer.of(self._read(response, body, "", where))
                 for response, body, (_, _, where, _) in zip(responses, bodies, waiting, strict=True)
             ]
         except EngineError as error:

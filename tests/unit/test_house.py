@@ -43,7 +43,7 @@ FLOORS = [
     line.split()
     for line in """
     cli
-    loop
+    loop record
     collect frameworks rl patching
     balance weights cpu
     seams

@@ -1,0 +1,1 @@
+"""A server between an agent and an engine that records each session as rollouts with routes."""
