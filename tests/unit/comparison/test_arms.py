@@ -167,7 +167,7 @@ def test_a_run_that_fails_is_named_and_the_others_go_on(tmp_path, capsys):
     (tmp_path / "noise" / "live-0.toml").write_text("[run]\ncolour = 1")
     runs = [Run("noise", "live", 0), Run("noise", "r3", 0)]
     failed = run_all(tmp_path, runs, 2, 1)
-    assert "[run] colour: no such field" in failed["noise/live-0"]
+    assert "[run] colour: no such name" in failed["noise/live-0"]
     assert f"exit status 1, log {tmp_path}/noise/live-0.log: " in failed["noise/live-0"]
     assert "not readable" in failed["noise/r3-0"]
     assert "2/2 noise/" in capsys.readouterr().out

@@ -162,5 +162,5 @@ def test_the_pages_config_is_one_that_is_read(config: Path) -> None:
     assert launch == ["torchrun", "--nproc-per-node", "8"]
     assert str(launch).replace("'", '"') in KUBERNETES  # its comment
     config.write_text(config.read_text().replace("launch =", "lunch ="))
-    with pytest.raises(ValueError, match="lunch: no such field"):
+    with pytest.raises(ValueError, match="lunch: no such name"):
         read_config(config)
