@@ -2,6 +2,8 @@
 
 Between two responses a server may be restarted, get new weights or serve another model. So each
 response is used only after the server has named the version, model and weights of the start again.
+
+Shape suffixes (docs/glossary.md): K, L, T.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from megatron_r3.data.engines import decode_increments
 from megatron_r3.data.engines.conversation import Increment
 from megatron_r3.data.engines.shape import EngineError, ModelShape
 from megatron_r3.data.values import wrong_text
+from megatron_r3.replay.routes import Routes
 
 
 class Server:
@@ -80,7 +83,15 @@ class Server:
             sampling = replace(sampling, max_tokens=min(max_tokens, sampling.max_tokens))
         path, body = build_request(self.dialect, prompt, sampling, seed, model, start, stop)
         most_bytes = answer_limit(self.shape, prompt, sampling)
-        return self._read(await self._client.post(path, body, most_bytes), body, model, where)
+        increment = self._read(await self._client.post(path, body, most_bytes), body, model, where)
+        if (early := start - increment.start) <= 0:
+            return increment
+        # Megatron's server returns all rows. Those of the tokens before `start` came with earlier
+        # responses, and the second time they may differ by the rounding of another batch.
+        routes = increment.routes
+        rows_LTK, recorded_T = routes.ids_LTK[:, early:], routes.recorded_T[early:]
+        kept = Routes.from_array(rows_LTK, routes.num_experts, recorded_T, where, start)
+        return replace(increment, routes=kept, start=start)
 
     def _read(self, response: Any, body: dict[str, Any], model: str, where: str) -> Increment:
         try:  # the decoder compares the response with the request and with the model's shape

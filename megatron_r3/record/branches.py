@@ -56,7 +56,12 @@ class Turn:
     @property
     def branch(self) -> list[Turn]:
         """The turns of this turn's conversation, from the first one to this one."""
-        return [*(self.before.branch if self.before else ()), self]
+        branch: list[Turn] = []
+        turn: Turn | None = self
+        while turn is not None:
+            branch.append(turn)
+            turn = turn.before
+        return branch[::-1]
 
     @property
     def span(self) -> tuple[int, int]:
@@ -99,16 +104,20 @@ class Session:
                 best = turn, asked[len(whole) :]
         return best
 
-    def add(self, turn: Turn, asked: Asked, settings: Any) -> None:
+    def add(self, turn: Turn, asked: Asked, settings: Any, stopped: bool) -> None:
         """Remember a turn.
 
         Args:
             asked: the whole request's messages, text or ids.
             settings: as in `find`.
+            stopped: whether the request had texts at which the response ends. The ids then may
+                have such a text, and the text that the client has does not: the next text of a
+                completion begins a branch.
         """
         self.turns.append(turn)
         if isinstance(asked, str):
-            self._by_text.append((asked + turn.message["content"], turn))
+            if not stopped:
+                self._by_text.append((asked + turn.message["content"], turn))
         elif isinstance(asked[0], Mapping):
             messages: list[Message] = [*asked, turn.message]  # type: ignore[list-item]
             self._by_digest[_digests(messages, settings)[-1]] = turn

@@ -40,6 +40,7 @@ class ChatTemplate:
 
     def __init__(self, directory: Path) -> None:
         self._directory, self._loaded = directory, None
+        self._reads_calls = False  # whether the template is known to write calls that are read
         if not any(directory.glob("tokenizer*")):  # transformers would make an empty tokenizer
             return
         try:
@@ -61,6 +62,16 @@ class ChatTemplate:
     def ids_of(self, text: str, special: bool = False) -> list[int]:
         """The ids of a text, with the special tokens of its beginning if `special` is True."""
         return [int(i) for i in self._tokenizer(text, add_special_tokens=special)["input_ids"]]
+
+    def ids_after(self, last_id: int, text: str) -> list[int]:
+        """The ids of a text that goes on after a response, without a second end of the response.
+
+        Example: the response is `yes<end>`, of which the client got `yes`. The client writes the
+        template's text itself, and so goes on with `<end>\\n...`: that `<end>` is there already.
+        """
+        ids = self.ids_of(text)
+        is_end = ids[:1] == [last_id] and last_id in self._tokenizer.all_special_ids
+        return ids[1:] if is_end else ids
 
     def text_of(self, ids: Sequence[int]) -> str:
         """The text of ids, without special tokens; empty if there is no tokenizer."""
@@ -144,18 +155,27 @@ class ChatTemplate:
             return message
         return {**message, "content": _CALL.sub("", text).strip() or None, "tool_calls": calls}
 
-    def check_tools(self) -> None:
+    def check_tools(self, tools: Any) -> None:
         """Refuse tools where the model writes calls in a form that is not known.
 
         Raises:
-            ValueError: the chat template has no `<tool_call>`.
+            ValueError: a call that the chat template has written is not read as that call.
         """
-        if "<tool_call>" not in str(self._tokenizer.chat_template):
+        if self._reads_calls:
+            return
+        function = {"name": "probe", "arguments": {"a": 1}}
+        call = {"id": "call00000", "type": "function", "function": function}
+        asked = {"role": "user", "content": _MARK}
+        said = {"role": "assistant", "content": "", "tool_calls": [call]}
+        text = self._after_mark([asked, said], {"tools": tools}, False) or ""
+        calls = self.message(text, tools).get("tool_calls", [])
+        if [call_parts(found) for found in calls] != [("probe", {"a": 1})]:
             raise ValueError(
-                "tools: the chat template of --model does not write calls between <tool_call> and "
-                "</tool_call>, so calls could not be told from text; describe the tools in a "
-                "message, and read the calls in the agent"
+                "tools: the chat template of --model does not write calls as JSON between "
+                "<tool_call> and </tool_call>, so calls could not be told from text; describe the "
+                "tools in a message, and read the calls in the agent"
             )
+        self._reads_calls = True
 
     def _render(
         self, messages: Sequence[Message], settings: Mapping[str, Any], generate: bool = True

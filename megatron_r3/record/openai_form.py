@@ -24,8 +24,11 @@ _MOST_CHOICES = 128
 # Fields that ask for something that the recorder does not return, or that change the prompt.
 _REFUSED = (
     *("logprobs", "top_logprobs", "echo", "suffix", "prompt_logprobs", "documents"),
-    *("continue_final_message", "chat_template"),
+    *("continue_final_message", "chat_template", "reasoning_effort", "truncate_prompt_tokens"),
+    *("stop_token_ids", "stop_regex", "ignore_eos", "include_stop_str_in_output"),
 )
+# Arguments of transformers' apply_chat_template that are no arguments of the template itself.
+_NOT_OF_TEMPLATES = ("chat_template", "continue_final_message", "documents", "return_dict")
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class Question:
         max_tokens: the largest number of tokens of a response, or None.
         stop: texts at which a response ends.
         seed: the seed, or None.
+        special: whether the tokenizer begins a text with its special ids.
         stream: whether the answer is sent as events.
         stream_usage: whether the last event has the numbers of tokens.
     """
@@ -53,6 +57,7 @@ class Question:
     max_tokens: int | None
     stop: Sequence[str]
     seed: int | None
+    special: bool
     stream: bool
     stream_usage: bool
 
@@ -96,10 +101,17 @@ def read_question(body: Any, is_chat: bool, sampling: Sampling, engine: str) -> 
     seed = body.get("seed")
     if seed is not None and engine == "megatron":
         raise ValueError("seed: Megatron's server takes no seed; leave it out")
-    tools = body.get("tools") or None
+    tools = body.get("tools") or None if is_chat else None
     extra = body.get("chat_template_kwargs") or {}
-    if not isinstance(extra, Mapping):
-        raise ValueError("chat_template_kwargs must be an object")
+    if not isinstance(extra, Mapping) or any(name in extra for name in _NOT_OF_TEMPLATES):
+        raise ValueError("chat_template_kwargs must be an object of the template's own arguments")
+    if body.get("add_generation_prompt") not in (None, True):
+        raise ValueError("add_generation_prompt: a response is always asked for; leave it out")
+    if (given.max_tokens or 0) > sampling.max_tokens:
+        raise ValueError(
+            f"max_tokens is {given.max_tokens}, and this recorder takes at most "
+            f"{sampling.max_tokens}: start it with --max-tokens {given.max_tokens}"
+        )
     stream_options = body.get("stream_options") or {}
     return Question(
         asked=_messages(body) if is_chat else _prompt(body),
@@ -110,6 +122,7 @@ def read_question(body: Any, is_chat: bool, sampling: Sampling, engine: str) -> 
         max_tokens=given.max_tokens,
         stop=stop,
         seed=None if seed is None else whole_number(seed, "seed"),
+        special=body.get("add_special_tokens") is not False,
         stream=bool(body.get("stream")),
         stream_usage=isinstance(stream_options, Mapping)
         and bool(stream_options.get("include_usage")),

@@ -1,7 +1,7 @@
 """The HTTP server of the recorder: the paths of OpenAI's API, and those that end a session.
 
     POST /v1/chat/completions, /v1/completions       the session is named by the header X-Session-ID
-                                                     or, if there is none, by the API key
+                                                     or, if there is none, by the API key session-ID
     POST /v1/sessions/ID/chat/completions, ...       the session is named by the base URL
     POST /v1/sessions/ID/reward, /discard            end a session
     GET  /v1/models, /health
@@ -109,8 +109,8 @@ def make_app(recorder: Recorder, sampling: Sampling, engine: str, model: str) ->
         body = await _body()
         if not isinstance(body, dict) or set(body) - {"reward"}:
             raise ValueError('expected {"reward": 1.0}, a list of rewards, one a turn, or {}')
-        rewards = await recorder.end(_session(name), body.get("reward"))
-        return _json({"stored": len(rewards), "rewards": rewards})
+        responses, rewards = await recorder.end(_session(name), body.get("reward"))
+        return _json({"responses": responses, "stored": len(rewards), "rewards": rewards})
 
     @app.post("/v1/sessions/<name>/discard")
     @app.post("/v1/discard")
@@ -162,10 +162,12 @@ def _session(name: str | None) -> str:
     kind, text = "id", name or request.headers.get("X-Session-ID", "")
     if not text:
         kind, text = "key", request.headers.get("Authorization", "").removeprefix("Bearer ")
+        # a key that a harness gives to all its agents would mix their sessions
+        text = text if text.startswith("session-") else ""
     if not text or len(text) > _MOST_NAME or not text.isprintable():
         raise ValueError(
             "name the session: by the base URL (/v1/sessions/ID), by the header X-Session-ID, or "
-            f"by the API key; a name has at most {_MOST_NAME} characters"
+            f"by an API key of its own (session-ID); a name has at most {_MOST_NAME} characters"
         )
     return f"{kind}:{text}"
 

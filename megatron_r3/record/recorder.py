@@ -60,11 +60,17 @@ class _Open:
         session: its turns.
         used: when its last request began or ended, by the monotonic clock.
         at_work: how many of its requests are under way.
+        asked: how many requests it had.
+        first: the number and the ids of the earliest request that was answered.
+        ending: stores the session; None before it is rewarded.
     """
 
     session: Session = field(default_factory=Session)
     used: float = field(default_factory=time.monotonic)
     at_work: int = 0
+    asked: int = 0
+    first: tuple[int, list[int]] | None = None
+    ending: asyncio.Task[list[float]] | None = None
 
 
 class Recorder:
@@ -144,8 +150,8 @@ class Recorder:
                     yield
                 finally:
                     watch.cancel()
-                    if self._writer is not None:
-                        await asyncio.wait([self._writer])
+                    endings = [one.ending for one in self._open.values() if one.ending is not None]
+                    await asyncio.gather(*endings, return_exceptions=True)
                     for name in list(self._open):
                         self._say(f"not stored: {self._shown(name)}: it has no reward")
         finally:
@@ -167,7 +173,12 @@ class Recorder:
         if name not in self._open and len(self._open) >= self._most:
             raise Busy(f"{len(self._open)} sessions are open: reward or discard one of them first")
         one = self._open.setdefault(name, _Open())
-        one.used, one.at_work = time.monotonic(), one.at_work + 1
+        if one.ending is not None:
+            raise Busy(
+                f"{self._shown(name)} is being rewarded: no further request can be a part of it"
+            )
+        one.used, one.at_work, one.asked = time.monotonic(), one.at_work + 1, one.asked + 1
+        number = one.asked
         try:
             before, new, ids = self._prompt(one.session, question)
             increments = await asyncio.gather(
@@ -175,7 +186,8 @@ class Recorder:
             )
             turns = [self._turn(increment, before, new, question) for increment in increments]
             for turn in turns:
-                one.session.add(turn, question.asked, question.settings)
+                one.session.add(turn, question.asked, question.settings, bool(question.stop))
+            one.first = min(one.first or (number, ids), (number, ids))
             return turns, len(ids)
         finally:
             one.used, one.at_work = time.monotonic(), one.at_work - 1
@@ -186,7 +198,7 @@ class Recorder:
         """The turn that is continued, what is new, and the ids of the whole prompt."""
         asked, settings = question.asked, question.settings
         if question.tools:
-            self._template.check_tools()
+            self._template.check_tools(question.tools)
         before, new = session.find(asked, settings)
         if before is not None:
             ids = before.increment.tokens_N.tolist()
@@ -194,13 +206,14 @@ class Recorder:
             if question.is_chat:
                 added = self._template.new_part(asked, len(new), settings, ids[-1])  # type: ignore[arg-type]
             else:
-                added = self._template.ids_of(new) if isinstance(new, str) else [*new]  # type: ignore[list-item]
+                is_text = isinstance(new, str)
+                added = self._template.ids_after(ids[-1], new) if is_text else [*new]  # type: ignore[arg-type,list-item]
             if added is not None:
                 return before, new, ids + added
         if question.is_chat:
             return None, asked, self._template.whole(asked, settings)  # type: ignore[arg-type]
         if isinstance(asked, str):
-            return None, asked, self._template.ids_of(asked, special=True)
+            return None, asked, self._template.ids_of(asked, question.special)
         return None, asked, [*asked]  # type: ignore[list-item]
 
     async def _ask(
@@ -233,18 +246,23 @@ class Recorder:
         text = said.message.get("content")
         if text is None:  # a server without a tokenizer
             text = self._template.text_of(increment.tokens_N[increment.prompt_length :].tolist())
+            for stop in question.stop:  # a client does not expect the text at which it ended
+                text = text.partition(stop)[0]
         message = self._template.message(text, question.tools)
         return Turn(before, replace(increment, said=Said()), new, message, said.finish_reason)
 
-    async def end(self, name: str, reward: Any = None) -> list[float]:
+    async def end(self, name: str, reward: Any = None) -> tuple[int, list[float]]:
         """Store a session's rollouts, and forget the session.
+
+        A client that does not wait for the answer changes nothing; its second request, if it comes
+        before the first one has ended, gets the answer of the first one.
 
         Args:
             reward: the reward of each rollout, a number; or a list with a number for each turn;
                 None has the reward function reward each rollout.
 
         Returns:
-            The reward of each rollout that was stored.
+            How many responses the session had, and the reward of each rollout that was stored.
 
         Raises:
             NoSession: there is no such session, or it was stored already.
@@ -252,10 +270,16 @@ class Recorder:
             ValueError: the reward is no number, or the reward function failed; the session stays.
             StoreError: the store cannot be written; the session stays.
         """
-        one, where = self._get(name), self._shown(name)
-        if one.at_work:
-            raise Busy(f"{where}: {one.at_work} of its requests are under way")
-        one.at_work += 1  # no second reward of this session is taken meanwhile
+        one = self._get(name)
+        if one.ending is None:
+            self._refuse_at_work(name, one)
+            one.ending = asyncio.ensure_future(self._end(name, one, reward))
+            # a client may have gone away: then nobody else asks for the task's error
+            one.ending.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return len(one.session.turns), await asyncio.shield(one.ending)
+
+    async def _end(self, name: str, one: _Open, reward: Any) -> list[float]:
+        where = self._shown(name)
         try:
             if isinstance(reward, list):
                 rollouts = one.session.rollouts_by_turn(where)
@@ -268,11 +292,12 @@ class Recorder:
             else:
                 rollouts = one.session.rollouts(where, self._all_turns)
                 rewards = await self._rewards_of(one.session, rollouts, reward, where)
-            digest = prompt_digest(_first_ids(one.session))
+            assert one.first is not None, "a session without an answer is forgotten"
+            digest = prompt_digest(one.first[1])
             await self._store(
                 [
                     replace(
-                        *(rollout,),
+                        rollout,
                         reward=value,
                         group=digest,
                         prompt_digest=digest,
@@ -281,10 +306,16 @@ class Recorder:
                     for rollout, value in zip(rollouts, rewards, strict=True)
                 ]
             )
-            self._open.pop(name, None)
-            return rewards
-        finally:
-            one.at_work -= 1
+        except BaseException:
+            one.ending = None  # the session stays, and can be rewarded again
+            raise
+        if self._open.get(name) is one:
+            del self._open[name]
+        return rewards
+
+    def _refuse_at_work(self, name: str, one: _Open) -> None:
+        if one.at_work:
+            raise Busy(f"{self._shown(name)}: {one.at_work} of its requests are under way")
 
     async def _rewards_of(
         self, session: Session, rollouts: list[Rollout], reward: Any, where: str
@@ -308,8 +339,12 @@ class Recorder:
 
         Raises:
             NoSession: there is no such session.
+            Busy: a request of the session is under way, or it is being rewarded.
         """
-        self._get(name)
+        one = self._get(name)
+        self._refuse_at_work(name, one)
+        if one.ending is not None:
+            raise Busy(f"{self._shown(name)} is being rewarded")
         del self._open[name]
 
     def _get(self, name: str) -> _Open:
@@ -359,19 +394,21 @@ class Recorder:
     async def _end_idle_sessions(self) -> None:
         while True:
             await asyncio.sleep(min(_LOOK_S, self._idle_s))
-            now = time.monotonic()
             for name, one in list(self._open.items()):
-                if one.at_work or now - one.used < self._idle_s:
+                # a reward function may take its time: meanwhile other sessions have gone on
+                is_gone = self._open.get(name) is not one or one.ending is not None
+                if is_gone or one.at_work or time.monotonic() - one.used < self._idle_s:
                     continue
                 where = self._shown(name)
-                try:
-                    if self._reward is not None:
+                reason = f"it got neither a request nor a reward for {self._idle_s:g} s"
+                if self._reward is not None:
+                    try:
                         await self.end(name)
                         continue
-                    reason = f"it got neither a request nor a reward for {self._idle_s:g} s"
-                except ValueError as error:
-                    reason = str(error)
-                self._open.pop(name, None)
+                    except Exception as error:
+                        reason = str(error)
+                if self._open.get(name) is one:
+                    del self._open[name]
                 self._say(one_line(f"not stored: {where}: {reason}", 500))
 
     def _shown(self, name: str) -> str:
@@ -382,11 +419,6 @@ class Recorder:
         one = self._open.get(name)
         turns = f" ({len(one.session.turns)} responses)" if one else ""
         return one_line(f"session {text}{turns}", 200)
-
-
-def _first_ids(session: Session) -> list[int]:
-    increment = session.turns[0].increment
-    return increment.tokens_N[: increment.prompt_length].tolist()  # type: ignore[no-any-return]
 
 
 def _fields(branch: list[Turn]) -> Mapping[str, Any]:

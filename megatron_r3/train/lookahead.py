@@ -124,7 +124,7 @@ class Preparer:
             source_T: indices of `SOURCES`.
             routes: changed in place.
             collection: the collection whose old-policy routes are taken. None in the pass that
-                records these routes, whose tokens route live.
+                records the routes of the old policy: tokens that would take these then route live.
         """
         live_T = source_T != _ROLLOUT
         if collection is not None and self.old is not None and (source_T == _OLD_POLICY).any():

@@ -153,7 +153,9 @@ def test_rollouts_are_those_of_the_expected_branches(script, shared, recording, 
             await script(one)
             status, answer = await one.post("sessions/s/reward", {"reward": 0.5})
             rewards = [0.5] * len(expected)
-            assert (status, answer) == (200, {"stored": len(expected), "rewards": rewards})
+            responses = len(one.computed.answered)
+            stored = {"responses": responses, "stored": len(expected), "rewards": rewards}
+            assert (status, answer) == (200, stored)
             return one
 
     expected = [read(branch) for branch in SCRIPTS[script]]

@@ -1,21 +1,29 @@
 """What the recorder refuses, stores, forgets and says; and what a client gets.
 
-Shape suffixes (docs/glossary.md): N, U.
+Shape suffixes (docs/glossary.md): K, L, N, T, U.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import nullcontext
 
+import numpy as np
 import pytest
 from chat_model import END, TEMPLATE, tokenizer
 from engine_server import engine
 from recording import recording as record
 
 from megatron_r3.collect.engine import EngineChanged
+from megatron_r3.collect.prompt_plan import Sampling, read_model
+from megatron_r3.collect.prompts import Prompt
+from megatron_r3.collect.server import Server
+from megatron_r3.data.engines.conversation import Increment
 from megatron_r3.data.store import RolloutStore, StoreError
+from megatron_r3.record.branches import Turn
 from megatron_r3.record.chat_template import ChatTemplate
+from megatron_r3.replay.routes import Routes
 
 HI = {"role": "user", "content": "hi"}
 MORE = {"role": "user", "content": "more"}
@@ -33,12 +41,16 @@ REFUSED_CHATS = [
     ({"messages": [HI], "temperature": 0.7}, "start the recorder with --temperature 0.7"),
     ({"messages": [HI], "top_p": 0.9}, "start the recorder with --top-p 0.9"),
     ({"messages": [HI], "top_k": 5}, "start the recorder with --top-k 5"),
+    ({"messages": [HI], "max_tokens": 257}, "start it with --max-tokens 257"),
+    ({"messages": [HI], "stop_token_ids": [3]}, "stop_token_ids: the recorder does not take"),
+    ({"messages": [HI], "add_generation_prompt": False}, "a response is always asked for"),
+    ({"messages": [HI], "chat_template_kwargs": {"chat_template": "x"}}, "the template's own"),
     ({"messages": [HI], "logprobs": True}, "logprobs: the recorder does not take this field"),
     ({"messages": [HI], "response_format": {"type": "json_object"}}, "'response_format'"),
     ({"messages": [HI], "presence_penalty": 1}, "'presence_penalty'"),
     ({"messages": [HI], "tools": [STRICT]}, "'tools'"),
     ({"messages": [HI], "stop": 3}, "stop must be a text or a list of texts"),
-    ({"messages": [HI], "chat_template_kwargs": 3}, "chat_template_kwargs must be an object"),
+    ({"messages": [HI], "chat_template_kwargs": 3}, "the template's own"),
     ({"messages": [HI, {"role": "assistant", "tool_calls": 3}, HI]}, "are a list of objects"),
     ({"messages": [HI, {"role": "assistant", "tool_calls": [{}]}, HI]}, "a function with a name"),
 ]
@@ -66,8 +78,9 @@ def test_a_chat_that_cannot_be_recorded_is_refused(body, message, recording):
     ("headers", "session"),
     [
         ({"X-Session-ID": "a"}, "session a"),
-        ({"Authorization": "Bearer sk-1234"}, "session of the key with the digest"),
+        ({"Authorization": "Bearer session-1234"}, "session of the key with the digest"),
         ({}, ""),
+        ({"Authorization": "Bearer EMPTY"}, ""),
         ({"X-Session-ID": "a" * 201}, ""),
     ],
 )
@@ -157,6 +170,70 @@ def test_a_reward_function_sees_all_messages(recording):
     assert [m["role"] for m in seen[0].fields["messages"]] == ["user", "assistant"] * 2
     assert seen[0].fields["finish_reasons"] == ["length", "length"]
     assert seen[1].fields["messages"][2] == HI
+
+
+def test_a_reward_whose_client_went_away_is_stored_once(recording, monkeypatch):
+    async def ask():
+        async with recording() as one:
+            await one.ask([HI])
+            lost = asyncio.ensure_future(one.recorder.end("id:s", 1.0))
+            await asyncio.sleep(0.05)
+            lost.cancel()
+            await asyncio.sleep(0)
+            for path in ("chat/completions", "discard"):  # nothing joins a session that ends
+                assert (await one.post(f"sessions/s/{path}", {"messages": [HI]}))[0] == 429
+            assert await one.recorder.end("id:s", 1.0) == (1, [1.0])
+            assert (await one.post("sessions/s/reward", {"reward": 1}))[0] == 404
+            await one.ask([MORE])  # the name is free for another session
+            await one.post("sessions/s/reward", {"reward": 2})
+        return one
+
+    one = run(ask())
+    assert RolloutStore([one.store]).column("reward").tolist() == [1, 2]
+    assert not one.said
+
+
+def test_the_group_is_that_of_the_first_request_whichever_is_answered_first(recording):
+    async def ask(session):
+        async with recording() as one:
+            first = asyncio.ensure_future(one.ask([HI], session))
+            await asyncio.sleep(0)
+            turns = one.recorder._open
+            await asyncio.gather(first, one.ask([MORE], session))
+            turns[f"id:{session}"].session.turns.reverse()
+            await one.post(f"sessions/{session}/reward", {"reward": 1})
+        return one.store
+
+    run(ask("a"))
+    store = RolloutStore([run(ask("b"))])
+    assert len({*store.column("group").tolist()}) == 1
+
+
+def test_rows_that_came_before_are_left_out(chat_model):
+    """Megatron's server returns all rows, and their second time may be of another rounding."""
+    ids_LTK = np.stack([np.arange(6)[:, None] + np.arange(3)] * 3)
+
+    class AllRows(Server):
+        def _read(self, *arguments):
+            routes = Routes.from_array(ids_LTK, 8)
+            return Increment(np.arange(7, dtype=np.int32), 5, np.zeros(2, np.float32), routes)
+
+    class Answers:
+        async def post(self, *arguments):
+            return {}
+
+    server = AllRows("megatron", Answers(), read_model(chat_model[0]).shape, Sampling(4))
+    got = run(server.ask(Prompt("p", 0, [0, 1, 2, 3, 4], {}), None, "p", start=4))
+    assert got.start == 4
+    assert np.array_equal(got.routes.ids_LTK, ids_LTK[:, 4:])
+
+
+def test_a_session_of_many_turns_is_no_recursion():
+    increment = Increment(np.arange(3, dtype=np.int32), 2, np.zeros(1, np.float32), None)
+    turn = None
+    for _ in range(5000):
+        turn = Turn(turn, increment, "x", {}, "stop")
+    assert len(turn.branch) == 5000
 
 
 @pytest.mark.parametrize("rewarded", [True, False])
@@ -339,10 +416,31 @@ def test_only_what_is_new_is_rendered(template, last, expected, tmp_path):
     assert (None if ids is None else made.decode(ids)) == expected
 
 
-def test_a_template_without_calls_takes_no_tools(tmp_path):
-    tokenizer(LAST).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="does not write calls between <tool_call>"):
-        ChatTemplate(tmp_path).check_tools()
+@pytest.mark.parametrize(
+    ("template", "fits"),
+    [
+        (TEMPLATE, True),
+        (LAST, False),
+        (TEMPLATE.replace("| tojson }}</tool_call>", "}}</tool_call>"), False),  # no JSON
+    ],
+)
+def test_tools_need_a_template_whose_calls_are_read(template, fits, tmp_path):
+    tokenizer(template).save_pretrained(tmp_path)
+    with nullcontext() if fits else pytest.raises(ValueError, match="does not write calls as JSON"):
+        ChatTemplate(tmp_path).check_tools([TOOL])
+
+
+def test_an_end_that_was_sampled_is_not_added_again(recording):
+    async def ask(*texts, **fields):
+        async with recording() as one:
+            one.computed.says = [f"yes{END}", "b", "c"]
+            for text in texts:
+                await one.post("sessions/s/completions", {"prompt": text, **fields})
+            return [one.computed.tokenizer.decode(prompt) for prompt, _ in one.computed.answered]
+
+    assert run(ask("a", f"ayes{END}more"))[1] == f"ayes{END}more"
+    # after a stop text the engine's ids and the client's text differ: the next text is a branch
+    assert run(ask("a", "ayes more", stop=["x"]))[1] == "ayes more"
 
 
 def test_a_model_without_a_tokenizer_takes_ids_alone(tmp_path):
