@@ -82,7 +82,7 @@ class Session:
         self._by_text: list[tuple[str | list[int], Turn]] = []
 
     def find(self, asked: Asked, settings: Any) -> tuple[Turn | None, Asked]:
-        """The latest turn that a request continues, and what is new in the request.
+        """The longest turn that a request continues, and what is new in the request.
 
         Args:
             asked: the request's messages, text or ids.
