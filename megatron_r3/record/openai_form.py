@@ -87,10 +87,10 @@ def read_question(body: Any, is_chat: bool, sampling: Sampling, engine: str) -> 
     for name in ("temperature", "top_p", "top_k", "min_p"):
         value, expected = getattr(given, name), getattr(own, name)
         if value is not None and value != expected:
-            option = name.replace("_", "-")
+            option = f", or start the recorder with --{name.replace('_', '-')} {value:g}"
             raise ValueError(
                 f"{name} is {value:g}, and this recorder samples with {expected:g}: leave the "
-                f"field out, or start the recorder with --{option} {value:g}"
+                f"field out{'' if name == 'min_p' else option}"
             )
     stop = body.get("stop") or []
     stop = [stop] if isinstance(stop, str) else stop

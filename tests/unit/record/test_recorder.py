@@ -40,6 +40,7 @@ REFUSED_CHATS = [
     ({"messages": [HI], "n": 0}, "n must be a whole number from 1"),
     ({"messages": [HI], "temperature": 0.7}, "start the recorder with --temperature 0.7"),
     ({"messages": [HI], "top_p": 0.9}, "start the recorder with --top-p 0.9"),
+    ({"messages": [HI], "min_p": 0.1}, "samples with 0: leave the field out"),
     ({"messages": [HI], "top_k": 5}, "start the recorder with --top-k 5"),
     ({"messages": [HI], "max_tokens": 257}, "start it with --max-tokens 257"),
     ({"messages": [HI], "stop_token_ids": [3]}, "stop_token_ids: the recorder does not take"),
@@ -200,7 +201,10 @@ def test_the_group_is_that_of_the_first_request_whichever_is_answered_first(reco
             await asyncio.sleep(0)
             turns = one.recorder._open
             await asyncio.gather(first, one.ask([MORE], session))
-            turns[f"id:{session}"].session.turns.reverse()
+            # as if the second request had been answered first, in one of the two sessions alone
+            turns[f"id:{session}"].session.turns.sort(
+                key=lambda turn: turn.increment.tokens_N.tolist(), reverse=session == "b"
+            )
             await one.post(f"sessions/{session}/reward", {"reward": 1})
         return one.store
 
