@@ -41,7 +41,7 @@ COLLECTIONS ?= 28
 # number of cores)
 JOBS     ?=
 # bench-dispatch, bench-update, bench-store, bench-balance: the most rounds; a benchmark ends earlier if every ratio is
-# known to differ from 1 (default: 256 for bench-dispatch, 32 for the others). bench-publish, bench-clients: the rounds
+# known to differ from 1 (default: 256 for bench-dispatch, 32 for the others). bench-publish: the rounds
 ROUNDS   ?=
 # bench-store: tokens of a round
 TOKENS   ?= 100000
@@ -65,7 +65,7 @@ TESTS            ?=
 IMAGE := PYTHONPATH=. $(PYTHON) docker/image.py --docker "$(DOCKER)" --source $(MEGATRON_SOURCE) \
 	--version "$(MEGATRON_VERSION)" --repo "$(MEGATRON_REPO)" --base "$(BASE_IMAGE)" --tag "$(TAG)" --tests "$(TESTS)" \
 	$(if $(MEGATRON),--megatron "$(MEGATRON)") $(if $(PIP_CONF),--pip-conf "$(PIP_CONF)")
-# what `make clients` and `make bench-clients` take from PyPI (frameworks/verl.py knows no other versions of verl)
+# what `make clients` takes from PyPI (frameworks/verl.py knows no other versions of verl)
 CLIENTS  := verl==0.8.0 verl==0.9.0 verl==0.9.1 ms-swift==4.6.0 mbridge==0.15.1 megatron-bridge==0.3.1
 # clients: clones of what is not on PyPI, at the commits of proof/fidelity/clients/sources.py; without a clone its tests
 # are skipped
@@ -76,7 +76,7 @@ BRIDGE   ?=
 TREE     := $(BUILD)/megatron-core-$(shell sed -n 's/^default = "\(.*\)"/\1/p' patches/versions.toml)
 
 .PHONY: help files setup megatron apply revert status check verify trees upstream export bump demo fidelity matrix \
-	clients bench-dispatch bench-update bench-clients bench-store bench-publish bench-scale bench-balance \
+	clients bench-dispatch bench-update bench-store bench-publish bench-scale bench-balance \
 	bench-gate gpu gpu-pack online compare image image-sampler image-vllm-cpu \
 	image-test image-matrix test test-all mutants fuzz lint clean
 
@@ -189,10 +189,6 @@ bench-dispatch: megatron  ## measure waits of a MoE layer and times of a step: l
 bench-update: megatron  ## measure what the pass of the old policy costs a collection of mini-steps (ONLY=CASE)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m proof.benchmarks.update --out $(BUILD)/bench/update.json \
 		$(if $(ROUNDS),--rounds $(ROUNDS)) --only "$(ONLY)"
-
-bench-clients: megatron $(BUILD)/clients/.done  ## measure replay of verl, of upstream and of SkyRL (SKYRL=CLONE) beside ours
-	OMP_NUM_THREADS=1 MEGATRON_R3_CLIENTS=$(BUILD)/clients $(VENV)/bin/python -m proof.benchmarks.clients \
-		--out $(BUILD)/bench/clients.json $(if $(ROUNDS),--rounds $(ROUNDS)) --skyrl "$(SKYRL)" --only "$(ONLY)"
 
 bench-store: setup  ## measure routes on their way from a response to a rank, here and in other frameworks (TOKENS=)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m proof.benchmarks.store --out $(BUILD)/bench/store.json \

@@ -94,14 +94,13 @@ MODELS = {
 }
 
 
-def make_config(model: Model, sizes: Sizes, spec: str, cuda: bool, **options: Any) -> Any:
+def make_config(model: Model, sizes: Sizes, spec: str, cuda: bool) -> Any:
     """Megatron's config of the model, with full recompute, which `Stack.step` switches off and on.
 
     The local spec needs neither Transformer Engine nor apex. With Transformer Engine the options
     are those of a training script: grouped GEMMs, fused permutation, fused SwiGLU, fused rotary
     embedding (not for MLA, where Megatron calls it experimental). Weight gradients are not
     accumulated into `main_grad`, because there is no DDP here that would make that buffer.
-    `options` replace other fields.
     """
     from megatron.core.transformer.transformer_config import (
         MLATransformerConfig,
@@ -141,7 +140,6 @@ def make_config(model: Model, sizes: Sizes, spec: str, cuda: bool, **options: An
         **kernels,
         **model.config,
         **(model.large if cuda else model.small),
-        **options,
     }
     return kind(**fields)
 

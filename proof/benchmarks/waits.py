@@ -25,7 +25,6 @@ import torch.distributed as dist
 
 WAITS, COPIES = "host waits", "copies to the host"
 GATHERS, PLANS = "metadata collectives", "plan collectives"
-GATHERED = "bytes gathered"  # how many bytes both kinds of collectives bring to a rank
 
 READS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__")
 # These return a tensor whose shape depends on values, so the host must wait for the values.
@@ -45,7 +44,7 @@ def instrument(counts: Counter[str]) -> None:
     """Replace functions of torch by functions that count, until this process ends.
 
     Args:
-        counts: gets a number for each of WAITS, COPIES, GATHERS, PLANS and GATHERED.
+        counts: gets a number for each of WAITS, COPIES, GATHERS and PLANS.
     """
     for name in READS:
         _wrap_read(counts, name)
@@ -211,7 +210,6 @@ def _wrap_collective(counts: Counter[str], name: str) -> None:
             kind = GATHERS if _inside_moe() else PLANS if ours else None
             if kind:
                 counts[kind] += 1
-                counts[GATHERED] += output.nbytes
         return original(*args, **kwargs)
 
     setattr(dist, name, collective)

@@ -15,7 +15,7 @@ import pytest
 
 from megatron_r3.data.store import RolloutStore
 from megatron_r3.data.store.expert_load import expert_load
-from proof.benchmarks import balance, clients, dispatch, publish, scale, store, update
+from proof.benchmarks import balance, dispatch, publish, scale, store, update
 from proof.benchmarks.bench import Bench, Row
 from proof.benchmarks.interval import LOOKS
 from proof.benchmarks.turns import Rounds
@@ -198,7 +198,7 @@ def test_the_exponent_of_a_power() -> None:
     [
         (store.BENCH, ["--tokens", "0"], "--tokens 0: must be at least 1"),
         (update.BENCH, ["--rounds", "0"], "--rounds 0: must be at least 1"),
-        (clients.BENCH, ["--only", "EP3"], "no case has this in its name: EP1 none; EP1 full"),
+        (update.BENCH, ["--only", "EP3"], "no case has this in its name: EP1 N2; EP1 N4"),
     ],
 )
 def test_what_measures_nothing_is_refused(bench, argv, said, tmp_path, capsys):
@@ -234,7 +234,6 @@ def test_a_command_prints_records_and_refuses(tmp_path, capsys):
 CASES = {
     "dispatch": (dispatch.CASES, ["EP2 full"]),
     "update": (update.CASES, ["EP2 N2", "EP2 N4"]),
-    "clients": (clients.CASES, ["EP2 full"]),
     "publish": (publish.LAYOUTS, ["EP2"]),
     "balance": (balance.CASES, ["EP2, 75 %, 2 slots"]),
 }
