@@ -67,7 +67,7 @@ IMAGE := PYTHONPATH=. $(PYTHON) docker/image.py --docker "$(DOCKER)" --source $(
 	$(if $(MEGATRON),--megatron "$(MEGATRON)") $(if $(PIP_CONF),--pip-conf "$(PIP_CONF)")
 # what `make clients` takes from PyPI (frameworks/verl.py knows no other versions of verl)
 CLIENTS  := verl==0.8.0 verl==0.9.0 verl==0.9.1 ms-swift==4.6.0 mbridge==0.15.1 megatron-bridge==0.3.1
-# clients: clones of what is not on PyPI, at the commits of proof/fidelity/clients/sources.py; without a clone its tests
+# clients: clones of what is not on PyPI, at the commits of tests/clients/client_workers.py; without a clone its tests
 # are skipped
 SKYRL    ?=
 NEMO_RL  ?=

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from proof.fidelity.clients.sources import PINS, take_from_clone
 from proof.fidelity.rig.worker import TreeWorker
 
 HERE = Path(__file__).parent
+# frameworks that are not on PyPI: the variable of make that names a clone, repository and commit
+PINS = {
+    "SKYRL": ("NovaSky-AI/SkyRL", "a9564572eb8e91076be43c1bd5e4615e3de17265"),
+    "NEMO_RL": ("NVIDIA-NeMo/RL", "7ea279abfbeb698b092856d0dab61e7cf39bc909"),
+    "BRIDGE": ("NVIDIA-NeMo/Megatron-Bridge", "51885cf132b2814188b6855c25a8588254274c2a"),  # v0.6.0
+}
 
 
 def from_clone(name: str, paths: list[str], out: Path) -> Path:
@@ -20,13 +26,17 @@ def from_clone(name: str, paths: list[str], out: Path) -> Path:
         name: a key of PINS; its variable says where the clone is; without it the test is skipped.
         paths: files or folders of the repository.
     """
-    clone = os.environ.get(name)
+    clone, (repository, commit) = os.environ.get(name), PINS[name]
     if not clone:
-        pytest.skip(f"needs a clone of {PINS[name][0]}: make clients {name}=CLONE")
-    try:
-        return take_from_clone(name, clone, paths, out)
-    except ValueError as error:
-        pytest.fail(str(error))
+        pytest.skip(f"needs a clone of {repository}: make clients {name}=CLONE")
+    archive = subprocess.run(
+        ["git", "-C", clone, "archive", commit, *paths], capture_output=True, check=False
+    )
+    if archive.returncode:
+        said = archive.stderr.decode(errors="replace").strip()
+        pytest.fail(f"{name}={clone}: no {', '.join(paths)} of {repository} at {commit}: {said}")
+    subprocess.run(["tar", "-x", "-C", str(out)], input=archive.stdout, check=True)
+    return out
 
 
 def worker_with(tree: Path, folders: list[Path], preload: str, **env: str) -> TreeWorker:

@@ -1,8 +1,9 @@
 """One rank of verl's own Megatron engine on a tiny model: batches, passes, controls.
 
-`proof.fidelity.clients.verl_engine` says how the engine is made; what its `__init__` does for
-replay is done here, in its order. Shims: the device is the CPU, and for interleaved stages all
-sequences have one length, because gloo cannot exchange shapes there.
+`MegatronEngineWithLMHead.forward_backward_batch` and all that it calls are verl's. The engine is
+made without its `__init__`, which would load a Hugging Face checkpoint and start an optimizer; what
+`__init__` does for replay is done here, in its order. Shims: the device is the CPU, and for
+interleaved stages all sequences have one length, because gloo cannot exchange shapes there.
 
 Shape suffixes (docs/glossary.md): E, K, T.
 """
@@ -10,19 +11,13 @@ Shape suffixes (docs/glossary.md): E, K, T.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from replay_layouts import EXPERTS, LAYERS, TOPK, make_chunks
 
 from megatron_r3 import local_routers
-from proof.fidelity.clients.verl_engine import (
-    ask_for_replay,
-    bare_engine,
-    jagged,
-    put_on_cpu,
-    trainer_batch,
-)
 
 LENGTHS, RESPONSES = [9, 14, 6, 11], [4, 6, 3, 5]  # of the samples; two in a micro-batch
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
@@ -34,6 +29,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "CP2": (2, {"context_parallel_size": 2}),
     "CP2 EP2": (2, {"context_parallel_size": 2, "expert_model_parallel_size": 2}),
 }
+
+
+def jagged(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """A nested tensor that holds tensors of different lengths, without padding."""
+    return torch.nested.as_nested_tensor(tensors, layout=torch.jagged)
 
 
 @dataclass
@@ -85,8 +85,7 @@ class Engine:
             moe_permute_fusion=False,
             **options,
         )
-        context_parallel = self.sizes.get("context_parallel_size", 1)
-        self.engine = bare_engine(impl, self.chunks, mode, context_parallel)
+        self.engine = self._without_init(mode)
         generator = torch.Generator().manual_seed(11)
         self.tokens = [torch.randint(1, 64, (n,), generator=generator) for n in self.lengths]
         self.routes = [  # of each sample [T, L, K]; the last token has none
@@ -94,8 +93,35 @@ class Engine:
             for n in self.lengths
         ]
 
+    def _without_init(self, mode: str) -> Any:
+        """verl's engine of this rank, with the fields that its methods read."""
+        engine = object.__new__(self.impl.MegatronEngineWithLMHead)
+        engine.engine_config = SimpleNamespace(
+            router_replay=SimpleNamespace(mode=mode),
+            use_fused_kernels=False,
+            context_parallel_size=self.sizes.get("context_parallel_size", 1),
+            dynamic_context_parallel=False,
+            pad_bshd_to_minibatch_max=False,
+            use_remove_padding=True,
+            pad_to_length=False,
+            pad_to_length_bucket=512,
+            entropy_from_logits_with_chunking=False,
+            virtual_pipeline_model_parallel_size=self.num_chunks if self.num_chunks > 1 else None,
+        )
+        engine.model_config = SimpleNamespace(
+            mtp=SimpleNamespace(enable=False, enable_train=False),
+            hf_config=SimpleNamespace(architectures=["Qwen3MoeForCausalLM"]),
+            tokenizer=SimpleNamespace(pad_token_id=0),
+        )
+        engine.tf_config, engine.module = self.chunks[0].config, self.chunks
+        engine.enable_routing_replay, engine.mini_layer_topk_idx_list = True, []
+        return engine
+
     def _shim(self) -> None:
-        put_on_cpu(self.impl)
+        from verl.utils.megatron import router_replay_utils
+
+        self.impl.get_device_id = lambda: "cpu"
+        router_replay_utils.device_name = "cpu"
         if self.num_chunks > 1:
             schedule = self.impl.get_forward_backward_func
 
@@ -107,13 +133,38 @@ class Engine:
 
     def _as_the_engine_does(self, config: Any) -> None:
         """Set what verl sets on the finished config (`_build_tf_config`)."""
-        ask_for_replay(config)
+        name = "enable_routing_replay" if self.is_old else "moe_enable_routing_replay"
+        setattr(config, name, True)
         if self.num_chunks > 1:
             config.microbatch_group_size_per_vp_stage = 2
 
     def batch(self, routes: list[torch.Tensor] | None, replays: bool = True) -> Any:
-        """A TensorDict as verl's trainer hands it to the engine."""
-        return trainer_batch(self.tokens, RESPONSES, routes, 2, replays)
+        """A TensorDict as verl's trainer hands it to the engine.
+
+        Args:
+            routes: of each sample, as `given` returns them; None: the batch has no routes.
+            replays: whether this call of the engine replays.
+        """
+        from verl.utils import tensordict_utils as tu
+
+        response_mask = torch.zeros(len(self.tokens), max(RESPONSES))
+        loss_mask = []
+        for index, (ids, length) in enumerate(zip(self.tokens, RESPONSES, strict=True)):
+            response_mask[index, :length] = 1
+            before = torch.zeros(len(ids) - length - 1)
+            loss_mask.append(torch.cat([before, torch.ones(length), torch.zeros(1)]))
+        tensors = {
+            "input_ids": jagged(self.tokens),
+            "loss_mask": jagged(loss_mask),
+            "response_mask": response_mask,
+            "temperature": torch.ones(len(self.tokens)),
+        }
+        settings = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2}
+        settings["enable_routing_replay"] = replays
+        data = tu.get_tensordict(tensors, non_tensor_dict=settings)
+        if routes is not None:
+            data["routed_experts"] = jagged(routes)
+        return data
 
     def given(self, routes: list[torch.Tensor]) -> list[torch.Tensor]:
         """Routes as verl's rollout hands them over: 0.8 has a row of zeros for the last token."""

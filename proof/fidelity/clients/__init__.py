@@ -1,1 +1,0 @@
-"""Run code of RL frameworks, unchanged, on CPU tensors, for tests and benchmarks."""
