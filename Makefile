@@ -40,8 +40,8 @@ COLLECTIONS ?= 28
 # tests wait for processes of their own); compare, mutants, fuzz: how many runs, faults or tests at a time (default: the
 # number of cores)
 JOBS     ?=
-# bench-dispatch, bench-update, bench-store, bench-balance: the most rounds; a benchmark ends earlier if every ratio is
-# known to differ from 1 (default: 256 for bench-dispatch, 32 for the others). bench-publish: the rounds
+# bench-dispatch, bench-store, bench-balance: the most rounds; a benchmark ends earlier if every ratio is known to
+# differ from 1 (default: 256 for bench-dispatch, 32 for the others). bench-publish: the rounds
 ROUNDS   ?=
 # bench-store: tokens of a round
 TOKENS   ?= 100000
@@ -76,8 +76,7 @@ BRIDGE   ?=
 TREE     := $(BUILD)/megatron-core-$(shell sed -n 's/^default = "\(.*\)"/\1/p' patches/versions.toml)
 
 .PHONY: help files setup megatron apply revert status check verify trees upstream export bump demo fidelity matrix \
-	clients bench-dispatch bench-update bench-store bench-publish bench-scale bench-balance \
-	bench-gate gpu gpu-pack online compare image image-sampler image-vllm-cpu \
+	clients bench-dispatch bench-store bench-publish bench-scale bench-balance bench-gate gpu gpu-pack online compare image image-sampler image-vllm-cpu \
 	image-test image-matrix test test-all mutants fuzz lint clean
 
 help:  ## list the targets
@@ -184,10 +183,6 @@ clients: megatron $(BUILD)/clients/.done  ## run the code of RL frameworks on me
 
 bench-dispatch: megatron  ## measure waits of a MoE layer and times of a step: live, replay, with a plan (ONLY=CASE)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m proof.benchmarks.dispatch --out $(BUILD)/bench/dispatch.json \
-		$(if $(ROUNDS),--rounds $(ROUNDS)) --only "$(ONLY)"
-
-bench-update: megatron  ## measure what the pass of the old policy costs a collection of mini-steps (ONLY=CASE)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m proof.benchmarks.update --out $(BUILD)/bench/update.json \
 		$(if $(ROUNDS),--rounds $(ROUNDS)) --only "$(ONLY)"
 
 bench-store: setup  ## measure routes on their way from a response to a rank, here and in other frameworks (TOKENS=)

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-BENCHES = ("dispatch", "update", "store", "publish", "scale", "balance", "gate")
+BENCHES = ("dispatch", "store", "publish", "scale", "balance", "gate")
 
 
 def main(argv: list[str] | None = None) -> int:

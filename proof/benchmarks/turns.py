@@ -220,19 +220,16 @@ class Rounds:
         return [ratios_to_first(s, way) for s in (self.wall_s, self.cpu_s) for way in self.ways[2:]]
 
 
-def modes_of_microbatches(rounds: Rounds, steps: int = 1) -> Iterator[str]:
+def modes_of_microbatches(rounds: Rounds) -> Iterator[str]:
     """Yields the mode of each micro-batch in order, once the micro-batch's step has begun.
 
     A thread prepares micro-batches ahead of the steps. So the number of a micro-batch, and not the
     time, says to which step the micro-batch belongs.
-
-    Args:
-        steps: how many optimizer steps one step of `rounds` has: the mini-steps of a collection.
     """
     from megatron.core.num_microbatches_calculator import get_num_microbatches
 
     for number in count():
-        turn_number = number // (steps * get_num_microbatches())
+        turn_number = number // get_num_microbatches()
         rounds.wait_for(turn_number)
         yield rounds.mode(turn_number)
 
@@ -243,7 +240,6 @@ def train_in_turn(
     parts: Any,
     *,
     batch: tuple[int, int],
-    steps: int = 1,
     counts: Counter[str] | None = None,
     built: Callable[[list[torch.nn.Module]], None] = lambda models: None,
     begin: Callable[[], None] = lambda: None,
@@ -254,8 +250,7 @@ def train_in_turn(
     Args:
         argv: Megatron's arguments.
         parts: the `Parts` of the training, made for these rounds.
-        batch: how many rollouts a micro-batch has, and an optimizer step.
-        steps: how many optimizer steps one step of `rounds` has.
+        batch: how many rollouts a micro-batch has, and a step.
         counts: gets the waits, and the passes of experts; None: nothing is counted.
         built: called with the models.
         begin, end: called before and after each step of `rounds`, and not timed.
@@ -271,33 +266,27 @@ def train_in_turn(
     from proof.fidelity.script import datasets, forward_step
 
     sizes = {"micro-batch-size": batch[0], "global-batch-size": batch[1]}
-    sizes["train-iters"] = steps * rounds.most_steps
+    sizes["train-iters"] = rounds.most_steps
     options = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
     sys.argv = ["train.py", *argv, *FROZEN, *options]
     counted: dict[str, Counter[str]] = {}
-    before, began, done = Counter[str](), (0.0, 0.0), 0
     train_step = training.train_step
 
     def step(*given: Any, **named: Any) -> Any:
-        nonlocal before, began, done
-        if done % steps == 0:
-            if counts is not None and rounds.counting and not counted:
-                instrument(counts)
-            before = Counter(counts)
-            begin()
-            torch.distributed.barrier()
-            began = time.perf_counter(), time.process_time()
-            rounds.open_step()
+        if counts is not None and rounds.counting and not counted:
+            instrument(counts)
+        before = Counter(counts)
+        begin()
+        torch.distributed.barrier()
+        began = time.perf_counter(), time.process_time()
+        rounds.open_step()
         result = train_step(*given, **named)
-        done += 1
-        if done % steps:
-            return result
         mine = [time.perf_counter() - began[0], time.process_time() - began[1]]
         end()
         if counts is not None and rounds.counting:
             counted[rounds.way()] = counts - before
         if rounds.close_step(mine):  # Megatron's train() compares train_iters before every step
-            get_args().train_iters = done
+            get_args().train_iters = rounds.done
         return result
 
     def on_models(models: list[torch.nn.Module]) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from megatron_r3.data.store import RolloutStore
 from megatron_r3.data.store.expert_load import expert_load
-from proof.benchmarks import balance, dispatch, publish, scale, store, update
+from proof.benchmarks import balance, dispatch, publish, scale, store
 from proof.benchmarks.bench import Bench, Row
 from proof.benchmarks.interval import LOOKS
 from proof.benchmarks.turns import Rounds
@@ -28,9 +28,7 @@ MODES = dispatch.MODES
 # -- rounds
 
 
-def steps(
-    most: int, slow: dict[str, float], spread: float, modes: tuple[str, ...] = MODES
-) -> tuple[Rounds, list[str]]:
+def steps(most: int, slow: dict[str, float], spread: float) -> tuple[Rounds, list[str]]:
     """Run steps of made-up times until the last one: the rounds, and the way that each step went.
 
     Args:
@@ -38,7 +36,7 @@ def steps(
         slow: how many times as long as the first way the other ways take.
         spread: of the times, as a share of them.
     """
-    draw, rounds, went, last = random.Random(0), Rounds(most, modes), [], False
+    draw, rounds, went, last = random.Random(0), Rounds(most, MODES), [], False
     while not last:
         went.append(rounds.mode())
         taken = slow.get(went[-1], 1.0) * draw.lognormvariate(0.0, spread)
@@ -104,16 +102,6 @@ def rows_of_dispatch(rounds: Rounds) -> list[Row]:
     return [{"ep": 2, "recompute": False, **row} for row in dispatch.summarise(result)]
 
 
-def rows_of_update(rounds: Rounds) -> list[Row]:
-    """Of collections with 4 layers and 4 micro-batches."""
-    counts = {way: Counter({"experts": 32, WAITS: 16}) for way in rounds.ways}
-    for way in rounds.ways[:2]:  # the sampler's
-        counts[way] = Counter({"experts": 16})
-    result = {"wall_s": rounds.wall_s, "cpu_s": rounds.cpu_s, "counts": counts}
-    result["layers_and_microbatches"] = 16
-    return [{"ep": 1, "mini_steps": 2, **row} for row in update.summarise(result)]
-
-
 PUBLISHED = {"hidden": 8, "layers": 4, "layout": "EP2", "layer": 10**8, "memory": 1.2 * 10**8}
 OF_GUESTS = {"way": balance.GUESTS, "load": 1.01, "limit": 1.02}
 COUNTED = {"what": "opens", "found": 1.0, "most": 1.0, "counted": True}
@@ -122,16 +110,11 @@ COUNTED = {"what": "opens", "found": 1.0, "most": 1.0, "counted": True}
 @pytest.mark.usefixtures("_one_rank")
 def test_rows_that_break_a_promise_are_found() -> None:
     live, again, replay, plan = rows_of_dispatch(steps(1, {}, 0.1)[0])
-    sampler, _, trainer, r2 = rows_of_update(steps(1, {}, 0.1, update.WAYS)[0])
-    no_pass, one_pass = {update.PASSES: 1.0, WAITS: 0.0}, {update.PASSES: 2.0, WAITS: 0.5}
     table: list[tuple[Bench, Row, list[Row]]] = [
         (dispatch.BENCH, live, [{WAITS: 0.0}, {COPIES: 0.0}]),
         (dispatch.BENCH, again, [{WAITS: 0.0}]),
         (dispatch.BENCH, replay, [{WAITS: 0.0}]),
         (dispatch.BENCH, plan, [{WAITS: 1.0}, {COPIES: 1.0}, {GATHERS: 1.0}, {PLANS: 0.0}]),
-        (update.BENCH, sampler, [one_pass, {WAITS: 0.5}]),
-        (update.BENCH, trainer, [no_pass, {update.PASSES: 1.5}, {update.PASSES: 3.0}]),
-        (update.BENCH, r2, [no_pass, {WAITS: 1.0}]),
         (publish.BENCH, PUBLISHED, [{"memory": 2 * 10**8}]),
         (balance.BENCH, OF_GUESTS, [{"load": 1.03}]),
         (scale.BENCH, COUNTED, [{"found": 1.1}]),
@@ -197,8 +180,8 @@ def test_the_exponent_of_a_power() -> None:
     ("bench", "argv", "said"),
     [
         (store.BENCH, ["--tokens", "0"], "--tokens 0: must be at least 1"),
-        (update.BENCH, ["--rounds", "0"], "--rounds 0: must be at least 1"),
-        (update.BENCH, ["--only", "EP3"], "no case has this in its name: EP1 N2; EP1 N4"),
+        (dispatch.BENCH, ["--rounds", "0"], "--rounds 0: must be at least 1"),
+        (dispatch.BENCH, ["--only", "EP3"], "no case has this in its name: EP1; EP1 full"),
     ],
 )
 def test_what_measures_nothing_is_refused(bench, argv, said, tmp_path, capsys):
@@ -233,7 +216,6 @@ def test_a_command_prints_records_and_refuses(tmp_path, capsys):
 
 CASES = {
     "dispatch": (dispatch.CASES, ["EP2 full"]),
-    "update": (update.CASES, ["EP2 N2", "EP2 N4"]),
     "publish": (publish.LAYOUTS, ["EP2"]),
     "balance": (balance.CASES, ["EP2, 75 %, 2 slots"]),
 }
