@@ -1,18 +1,12 @@
-"""Run Megatron-LM's own MoE unit tests on a tree and a patched copy: all must end alike on both.
+"""Run Megatron-LM's own unit tests on a tree, with ranks on the CPU, and say how each test ended.
 
-    python -m proof.fidelity.upstream --megatron DIR [--ranks 1 2 4] [--only TEXT ...]
-        [--out FILE.json]
-
-DIR is a checkout of Megatron-LM with its tests; what is committed in DIR is tested. The tests are
-made for GPUs: many cannot pass on a CPU, without Transformer Engine, or with so few ranks. Such a
-test must end alike on both trees. The exit status is 0 if some test passed and no outcome differs.
-
-All test files together take hours. `make check` runs three of them on one rank, with `Suite`.
+`make check` and `make upstream` compare how tests end on a tree and on a patched copy. The tests
+are made for GPUs: many cannot pass on a CPU, without Transformer Engine, or with so few ranks. Such
+a test must end alike on both trees.
 """
 
 from __future__ import annotations
 
-import argparse
 import faulthandler
 import gc
 import json
@@ -23,7 +17,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -35,7 +28,6 @@ from torch.distributed import distributed_c10d
 
 from proof.fidelity.rig.rank_process import RankError, RankTimeout
 from proof.fidelity.rig.worker import TreeWorker
-from proof.fidelity.trees import patched_copy, unpatched_copy
 
 FOLDER, MOE = Path("tests/unit_tests"), "transformer/moe"
 DOWNLOADER = "tests.test_utils.python_scripts.download_unit_tests_dataset"
@@ -44,70 +36,8 @@ TEST_S = 60  # seconds after which a test counts as hung
 # How many tests run in one set of ranks. Some tests leave process groups and their threads behind,
 # so new ranks are forked after each batch.
 BATCH = 25
-COLUMNS = " ".join(f"{name:>7}" for name in OUTCOMES)
-HEAD = f"{'':64} {'unpatched':{len(COLUMNS)}}   patched\n{'file':58} ranks {COLUMNS}   {COLUMNS}"
 
 Outcomes = dict[str, tuple[str, str]]  # of each test id: how it ended, and why
-Row = dict[str, Any]
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the chosen files on both trees; return 1 if an outcome differs or nothing passed."""
-    doc = str(__doc__).splitlines()[0]
-    parser = argparse.ArgumentParser(prog="proof.fidelity.upstream", description=doc)
-    parser.add_argument("--megatron", type=Path, required=True, help="a Megatron-LM checkout")
-    parser.add_argument(
-        "--ranks", type=int, nargs="+", default=[1, 2, 4], help="run the tests on so many ranks"
-    )
-    parser.add_argument(
-        "--only", nargs="+", default=[""], help="test files with one of these texts in their names"
-    )
-    parser.add_argument("--out", type=Path, help="a JSON file to write")
-    args = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory(prefix="upstream-") as scratch, ExitStack() as stack:
-        folder = Path(scratch)
-        tree, name = unpatched_copy(args.megatron, folder / "unpatched")
-        found = sorted(f"{MOE}/{path.name}" for path in (tree / FOLDER / MOE).glob("test_*.py"))
-        files = [file for file in found if any(text in file for text in args.only)]
-        if not files:
-            texts = " or ".join(map(repr, args.only))
-            parser.error(f"{args.megatron}/{FOLDER / MOE}: no test file has {texts} in its name")
-        trees = {"unpatched": tree, "patched": patched_copy(tree, folder / "patched")}
-        suites = {
-            label: Suite(stack.enter_context(TreeWorker(path, ["megatron.training"])), folder)
-            for label, path in trees.items()
-        }
-        rows = run(suites, files, args.ranks, args.out)
-    total = len({test for row in rows for test in row["unpatched"]})
-    passes = sum(counts(row["unpatched"])["passed"] for row in rows)
-    differ = sum(len(row["differ"]) for row in rows)
-    print(
-        f"{total} tests of {name}: {passes} passes on the unpatched tree, {differ} other outcomes "
-        "on the patched tree"
-    )
-    return 1 if differ or not passes else 0
-
-
-def run(
-    suites: dict[str, Suite], files: list[str], ranks: list[int], out: Path | None
-) -> list[Row]:
-    """Run some files; print each row, and write all rows to `out`, as soon as a file has ended."""
-    print(HEAD, flush=True)
-    rows: list[Row] = []
-    for world_size in ranks:
-        for file in files:
-            begin = time.monotonic()
-            row: Row = {"file": file, "ranks": world_size}
-            row |= {label: suite.run(file, world_size) for label, suite in suites.items()}
-            row["differ"] = differing(row["unpatched"], row["patched"])
-            print(f"{_line(row)}   {time.monotonic() - begin:.0f} s", flush=True)
-            for test in row["differ"]:
-                print(f"  {test}", *(why(row[label], test, label) for label in suites), sep="\n")
-            rows.append(row)
-            if out:
-                out.parent.mkdir(parents=True, exist_ok=True)
-                out.write_text(json.dumps(rows, indent=1) + "\n")
-    return rows
 
 
 def differing(unpatched: Outcomes, patched: Outcomes) -> list[str]:
@@ -315,22 +245,7 @@ def counts(outcomes: Outcomes) -> Counter[str]:
     return Counter(outcome for outcome, _ in outcomes.values())
 
 
-def _line(row: Row) -> str:
-    head = f"{row['file']:58} {row['ranks']:>5}"
-    for label in ("unpatched", "patched"):
-        ended = counts(row[label])
-        head += " " + " ".join(f"{ended[name] or '-':>7}" for name in OUTCOMES) + "  "
-    return head + (f" DIFFER: {len(row['differ'])}" if row["differ"] else " same")
-
-
 def why(outcomes: Outcomes, test: str, label: str) -> str:
     """How a test ended on the tree that is called `label`, and why."""
     outcome, reason = outcomes.get(test, ("not reached", ""))
     return f"    {label}: {outcome} {reason.strip()}"
-
-
-if __name__ == "__main__":
-    # The ranks import `as_rank` by the name of its module, so this module must not be __main__.
-    from proof.fidelity import upstream
-
-    sys.exit(upstream.main())

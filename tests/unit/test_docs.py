@@ -100,7 +100,6 @@ RUN_BY = [
         r"(python -m proof\.fidelity\.traced|torchrun .*--moe-routing-trace-path)\b",
         f"{RUNS}test_traced.py::test_the_tracer_sees",
     ),
-    (r"python -m proof\.fidelity\.upstream\b", f"{UNIT}fidelity/test_upstream.py::test_rows_say"),
     (
         r"(python -m sglang|vllm serve)\b",
         "by hand: the engine's own; make demo SAMPLER=vllm and SAMPLER=sglang run them on the CPU",

@@ -130,25 +130,6 @@ def test_an_end_that_no_fresh_ranks_follow(records, error, ends, tmp_path):
     assert endings(Suite(ranks, tmp_path).run(FILE, max(len(records), 1))) == ends
 
 
-def test_rows_say_what_differs_and_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    class Known:
-        def __init__(self, outcomes: Outcomes) -> None:
-            self.outcomes = outcomes
-
-        def run(self, file: str, world_size: int) -> Outcomes:
-            return self.outcomes
-
-    suites: Any = {"unpatched": Known(SAME), "patched": Known({"a": ("failed", "assert 0")})}
-    out = tmp_path / "out" / "rows.json"
-    (row,) = upstream.run(suites, [FILE], [2], out)
-    assert row["differ"] == ["a", "b"]
-    assert json.loads(out.read_text())[0]["patched"] == {"a": ["failed", "assert 0"]}
-    printed = capsys.readouterr().out
-    assert "DIFFER: 2" in printed
-    assert "    unpatched: passed \n    patched: failed assert 0\n" in printed
-    assert "    unpatched: failed world_size (1)\n    patched: not reached \n" in printed
-
-
 TESTS = """
 import pytest
 
