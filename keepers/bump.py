@@ -15,14 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from keepers.clone import (
-    borrow,
-    committed_files,
-    dirty_files,
-    has_commit,
-    refuse_unfinished,
-    resolve,
-)
+from keepers.clone import borrow, committed_files, has_commit, refuse_unfinished, resolve
 from keepers.export import (
     MailFailed,
     am,
@@ -227,25 +220,23 @@ def open_workplace(work: Path, repo: Path, job: Job) -> None:
 
 
 def explain_stop(work: Path, job: Job, series: Series, repo: Path) -> str:
-    """The message about the patch at which git am stopped in `work`.
-
-    If the files of `work` are as committed, nobody has begun to resolve the patch. Then the hunks
-    that fit are applied to the files, and the other hunks are written to PATH.rej beside them.
-    """
+    """The message about the patch at which git am stopped in `work`."""
     number = am_stopped_at(work)
     patch = series.patches[number - 1]
-    failed = _try_patch(work, number, patch)
+    failed, following = _try_patch(work, number, patch), f"cd {shlex.quote(str(work))}; "
     if failed:
-        if not dirty_files(work):
-            _reject(work, series, patch, failed)
-        following = _next_command(work, job, patch)
+        following += (
+            "git am --show-current-patch=diff | git apply --3way, resolve, git add -u, git am "
+            f"--continue; or, if {job.tree} needs no such patch, git am --skip"
+        )
     else:
         path = patch.changes[0].path
         reason = {path: f"{path}: the patch fits, but git am was interrupted"}
         failed = PatchFailed(number, patch, reason)
-        following = f"cd {shlex.quote(str(work))}; git am, to continue it; then the same bump again"
+        following += "git am, to continue it"
     commits = f"upstream commits: {_commits(repo, job, failed.path)}"
-    return failed.explain(len(series.patches), commits, f"next: {following}")
+    again = "then the same bump again"
+    return failed.explain(len(series.patches), commits, f"next: {following}; {again}")
 
 
 def _try_patch(work: Path, number: int, patch: Patch) -> PatchFailed | None:
@@ -262,12 +253,7 @@ def _try_patch(work: Path, number: int, patch: Patch) -> PatchFailed | None:
 def _commits(repo: Path, job: Job, path: str) -> str:
     for tree in job.old.trees:
         if tree.commit and has_commit(repo, tree.commit):
-            since = upstream_commits(repo, (tree.name, tree.commit), path, job.commit)
-            if since.startswith("none "):
-                # a bump to an older release: say which commits that release lacks
-                before = upstream_commits(repo, (job.tree, job.commit), path, tree.commit)
-                return f"{since}, which has {before}"
-            return since
+            return upstream_commits(repo, (tree.name, tree.commit), path, job.commit)
     return f"unknown: {repo} lacks the base commit of {job.old.name}"
 
 
@@ -282,32 +268,3 @@ def upstream_commits(repo: Path, base: tuple[str, str], path: str, head: str, mo
     shown = "; ".join(commits[:most]) or "none"
     more = f" and {len(commits) - most} more" if len(commits) > most else ""
     return f"{shown}{more} since {name}"
-
-
-def _reject(work: Path, series: Series, patch: Patch, failed: PatchFailed) -> None:
-    """Apply the hunks that fit to the files of `work`, and write the others to PATH.rej."""
-    for path in series.blobs:  # remove the rejected hunks of earlier patches
-        (work / f"{path}.rej").unlink(missing_ok=True)
-    diff = b"".join(change.diff for change in patch.changes)
-    run_git(work, "apply", "--reject", "-", stdin=diff, check=False)
-    for change in patch.changes:
-        file = work / f"{change.path}.rej"
-        if change.path in failed.failures and not file.exists():
-            # git writes no .rej if the file is missing, or if the patch adds a file that is there
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(change.diff)
-        elif change.pre is None and change.path not in failed.failures:
-            # Put the path of a new file into git's index, without the content: git add -u then adds
-            # the file and git checkout -f removes it. As nothing is staged, git am --continue
-            # refuses until somebody has looked.
-            run_git(work, "add", "--intent-to-add", "--", change.path, check=False)
-
-
-def _next_command(work: Path, job: Job, patch: Patch) -> str:
-    paths = [f"{change.path}.rej" for change in patch.changes]
-    rejects = [path for path in paths if (work / path).exists()]
-    left = f" (hunks that failed: {', '.join(rejects)})" if rejects else ""
-    return (
-        f"cd {shlex.quote(str(work))}; resolve{left}, git add -u, git am --continue; or, if "
-        f"{job.tree} needs no such patch, git checkout -f, git am --skip; then the same bump again"
-    )

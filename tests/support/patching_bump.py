@@ -54,5 +54,4 @@ def resolve(work, path, old, new):
 
 
 def skip(work):
-    git("checkout", "--quiet", "-f", cwd=work)
     git("am", "--skip", cwd=work)
