@@ -168,11 +168,6 @@ def test_what_is_asked_of_files_is_counted(tmp_path: Path) -> None:
     assert counts["stats"] == 2
 
 
-def test_the_exponent_of_a_power() -> None:
-    assert scale.exponent([1, 2, 4], [3, 12, 48]) == pytest.approx(2.0)
-    assert scale.exponent([1, 2, 4], [3, 3, 3]) == pytest.approx(0.0)
-
-
 # -- the commands
 
 
