@@ -37,7 +37,7 @@ class Bench:
         cases: what `--only` chooses from, by name; None if there is no such option.
         rounds: the help of `--rounds`; empty if there is no such option.
         default_rounds: the default of `--rounds`.
-        options: more options, by name: the default, a text or a whole number above 0; and the help.
+        options: more options, whole numbers above 0, by name: the default, and the help.
         about: the end of the sentence about a record in README.md; `{NAME}` is a value of the
             record.
         facts: more values for the record, from the options.
@@ -51,7 +51,7 @@ class Bench:
     cases: Mapping[str, Any] | None = None
     rounds: str = ""
     default_rounds: int = 32
-    options: Mapping[str, tuple[int | str, str]] = field(default_factory=dict)
+    options: Mapping[str, tuple[int, str]] = field(default_factory=dict)
     about: str = "CPU tensors and gloo"
     facts: Callable[[argparse.Namespace], Row] = lambda args: {}
 
@@ -90,13 +90,13 @@ class Bench:
         if self.rounds:
             options["rounds"] = (self.default_rounds, self.rounds)
         for name, (default, what) in options.items():
-            add(f"--{name}", type=type(default), default=default, help=f"{what} (%(default)r)")
+            add(f"--{name}", type=int, default=default, help=f"{what} (%(default)r)")
         if self.cases is not None:
             names = "; ".join(self.cases)
             add("--only", default="", help=f"only cases with this text in their names: {names}")
         args = parser.parse_args(argv)
         for name in options:
-            if isinstance(number := getattr(args, name), int) and number < 1:
+            if (number := getattr(args, name)) < 1:
                 parser.error(f"--{name} {number}: must be at least 1")
         if self.cases is not None:
             args.cases = {name: case for name, case in self.cases.items() if args.only in name}
