@@ -235,28 +235,22 @@ def ways_of(config: Any, spec: str) -> tuple[dict[str, Way], dict[str, str]]:
     return ways, skipped
 
 
-def start(cuda: bool, meeting: str = "", rank: int = 0, size: int = 1) -> None:
-    """Make process groups of `size` ranks, which share the experts, and seed the random streams.
+def start(cuda: bool) -> None:
+    """Make process groups of this one rank, and seed the random streams.
 
     Args:
-        cuda: whether the ranks have a GPU.
-        meeting: torch's `init_method`, by which several ranks find each other; empty for one rank.
+        cuda: whether the rank has a GPU.
     """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     if cuda:
         torch.cuda.set_device(0)
-    where: dict[str, Any] = {"init_method": meeting}
-    if not meeting:  # port 0: any free one
-        where = {"store": torch.distributed.TCPStore("127.0.0.1", 0, 1, is_master=True)}
-    torch.distributed.init_process_group(
-        "nccl" if cuda else "gloo", rank=rank, world_size=size, **where
-    )
+    store = torch.distributed.TCPStore("127.0.0.1", 0, 1, is_master=True)  # port 0: any free one
+    backend = "nccl" if cuda else "gloo"
+    torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
     parallel_state.initialize_model_parallel(
-        expert_tensor_parallel_size=1,
-        expert_model_parallel_size=size,
-        create_gloo_process_groups=False,
+        expert_tensor_parallel_size=1, create_gloo_process_groups=False
     )
     model_parallel_cuda_manual_seed(1)
     torch.manual_seed(1)
