@@ -1,11 +1,7 @@
-"""Keeps the sessions of agents, asks the engine for their responses, and stores what was rewarded.
+"""Keeps the sessions of agents, asks the engine for their responses, and ends what was rewarded.
 
-An agent may answer for hours, so a session ends when somebody rewards it. Its rollouts are written
-to the store before the request with the reward is answered: an agent that got the answer knows that
-its rollouts outlive a kill. Sessions that end within the same moment share a shard.
-
-The group of a session is a digest of the ids of its first request, so the sessions that began with
-the same prompt are one group, also after the recorder was started again.
+An agent may answer for hours, so a session ends when somebody rewards it. Its rollouts are in the
+store (session_shards.py) before the request with the reward is answered.
 
 Shape suffixes (docs/glossary.md): N.
 """
@@ -14,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -22,25 +17,23 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from megatron_r3.collect.engine import EngineChanged, EnginePolicy
+from megatron_r3.collect.engine import EngineChanged
 from megatron_r3.collect.prompt_plan import Model, Sampling
-from megatron_r3.collect.prompts import Prompt, prompt_digest
-from megatron_r3.collect.resume import only_writer, stored_samples
+from megatron_r3.collect.prompts import Prompt
+from megatron_r3.collect.resume import only_writer
 from megatron_r3.collect.reward import RewardFunction, RewardSample, checked_reward, score
 from megatron_r3.collect.server import Server
 from megatron_r3.collect.signals import BackgroundThread
-from megatron_r3.collect.writing import Shelf
 from megatron_r3.data.digest import digest_number
 from megatron_r3.data.engines.conversation import Increment
 from megatron_r3.data.engines.said import Said
-from megatron_r3.data.store import Rollout, write_shard
+from megatron_r3.data.rollout import Rollout
 from megatron_r3.record.branches import Asked, Session, Turn
 from megatron_r3.record.chat_template import ChatTemplate
 from megatron_r3.record.openai_form import Question
+from megatron_r3.record.session_shards import SessionShards
 from megatron_r3.replay.words import one_line
 
-# Sessions that are rewarded within so many seconds share a shard.
-_GATHER_S = 0.2
 _LOOK_S = 1.0  # how often idle sessions are looked for
 
 
@@ -92,7 +85,6 @@ class Recorder:
 
     Attributes:
         failed: holds an error after which no response may be recorded.
-        stored: how many rollouts were written.
     """
 
     def __init__(
@@ -114,12 +106,14 @@ class Recorder:
         self._reward, self._most, self._idle_s = reward, most_sessions, idle_s
         self._all_turns, self._say = all_turns, say
         self._open: dict[str, _Open] = {}
-        self._next: Counter[int] = Counter()  # the next sample number of each group
-        self._waiting: list[tuple[list[Rollout], asyncio.Future[None]]] = []
-        self._writer: asyncio.Task[None] | None = None
+        self._shards: SessionShards | None = None
         self._rewards = BackgroundThread("reward")
         self.failed: asyncio.Future[None] | None = None
-        self.stored = 0
+
+    @property
+    def stored(self) -> int:
+        """How many rollouts were written."""
+        return 0 if self._shards is None else self._shards.stored
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -140,11 +134,7 @@ class Recorder:
         info.check()
         try:
             with only_writer(self._out):
-                stored = stored_samples(self._out, info, self._policy_version, ())
-                for group, sample in stored.samples:
-                    self._next[group] = max(self._next[group], sample + 1)
-                self._shelf = Shelf(self._out, info, (), 1)
-                self._policy = EnginePolicy(self._shelf, stored.engine_policy)
+                self._shards = SessionShards(self._out, info, self._policy_version)
                 watch = asyncio.ensure_future(self._end_idle_sessions())
                 try:
                     yield
@@ -230,8 +220,9 @@ class Recorder:
         increment = await self._engine.ask(
             *(prompt, seed, where, start), question.stop, question.max_tokens
         )
+        assert self._shards is not None, "the recorder must be running"
         try:
-            self._policy.check(increment.said.policies, where)
+            self._shards.policy.check(increment.said.policies, where)
             await self._engine.confirm()
         except EngineChanged as error:
             if self.failed is not None and not self.failed.done():
@@ -293,19 +284,8 @@ class Recorder:
                 rollouts = one.session.rollouts(where, self._all_turns)
                 rewards = await self._rewards_of(one.session, rollouts, reward, where)
             assert one.first is not None, "a session without an answer is forgotten"
-            digest = prompt_digest(one.first[1])
-            await self._store(
-                [
-                    replace(
-                        rollout,
-                        reward=value,
-                        group=digest,
-                        prompt_digest=digest,
-                        policy_version=self._policy_version,
-                    )
-                    for rollout, value in zip(rollouts, rewards, strict=True)
-                ]
-            )
+            assert self._shards is not None, "the recorder must be running"
+            await self._shards.store(rollouts, rewards, one.first[1])
         except BaseException:
             one.ending = None  # the session stays, and can be rewarded again
             raise
@@ -354,42 +334,6 @@ class Recorder:
                 "stored or dropped already, or the recorder was started again since"
             )
         return self._open[name]
-
-    async def _store(self, rollouts: list[Rollout]) -> None:
-        """Return once the rollouts are in the store."""
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((rollouts, future))
-        if self._writer is None or self._writer.done():
-            self._writer = asyncio.ensure_future(self._write())
-        await future
-
-    async def _write(self) -> None:
-        """Write what waits as one shard; the numbers of samples are given here."""
-        while self._waiting:
-            await asyncio.sleep(_GATHER_S)
-            batch, self._waiting = self._waiting, []
-            numbers = Counter(self._next)
-            named = []
-            for rollouts, _ in batch:
-                for rollout in rollouts:
-                    named.append(replace(rollout, sample=numbers[rollout.group]))
-                    numbers[rollout.group] += 1
-            named.sort(key=lambda rollout: (rollout.group, rollout.sample))
-            error: Exception | None = None
-            try:
-                write_shard(self._out, self._shelf.info, named)
-                self._next = numbers
-                self.stored += len(named)
-                self._shelf.stored = self.stored
-            except Exception as failure:
-                error = failure
-            for _, future in batch:
-                if future.done():  # the request was cancelled
-                    continue
-                if error is not None:
-                    future.set_exception(error)
-                else:
-                    future.set_result(None)
 
     async def _end_idle_sessions(self) -> None:
         while True:

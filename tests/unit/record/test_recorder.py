@@ -346,7 +346,7 @@ def test_a_store_that_cannot_be_written_keeps_the_session(recording, monkeypatch
         async with recording() as one:
             await one.ask([HI])
             with monkeypatch.context() as patch:
-                patch.setattr("megatron_r3.record.recorder.write_shard", full)
+                patch.setattr("megatron_r3.record.session_shards.write_shard", full)
                 status, answer = await one.post("sessions/s/reward", {"reward": 1})
                 assert (status, answer["error"]["message"]) == (507, "the disk is full")
             assert (await one.post("sessions/s/reward", {"reward": 1}))[0] == 200
