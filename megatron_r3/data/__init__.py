@@ -1,1 +1,1 @@
-"""Rollouts: their record, the store on disk, decoders of engines' responses, the truth test."""
+"""Rollouts: the `Rollout` record, the store on disk, decoders of responses, the truth test."""

@@ -1,4 +1,4 @@
-"""SHA-256 digests, and what tells whether two things of one kind are the same:
+"""SHA-256 digests, and what is compared to tell whether two things of one kind are the same:
 
 policy    its version number, a stamp of all its weights (`fingerprint.policy_stamp`), and a
           digest of each router's weights, which a trainer can compute from its own weights

@@ -49,8 +49,8 @@ def router_fingerprint(directory: Path, moe_layers: tuple[int, ...]) -> tuple[st
     """The digest of each MoE layer's router weights in a transformers directory.
 
     Raises:
-        ValueError: a file is not whole, a layer has no weights called `mlp.gate.weight`, as
-            Qwen3-MoE and DeepSeek call them, or these weights are of no float dtype.
+        ValueError: a file is not whole; a layer has no `mlp.gate.weight`, the name in Qwen3-MoE and
+            DeepSeek; or its dtype is none of BF16, F16, F32 and F64.
     """
     tensors = {tensor.name: tensor for tensor in _tensors(directory)}
     digests = []
@@ -72,11 +72,12 @@ def policy_stamp(directory: Path) -> str:
     """16 hex digits for all weights of a transformers directory, however its files are split.
 
     The stamp covers the name, dtype, shape and bytes of every tensor in the *.safetensors, and the
-    settings of an adapter (`adapter_config.json`) if there is one. Some gigabytes a second are
-    read, with a few tensors in memory at a time.
+    settings of an adapter (`adapter_config.json`) if there is one. A few tensors are in memory at a
+    time.
 
     Raises:
-        ValueError: a file that is not whole, or a tensor that two files have.
+        ValueError: a file is not whole, two files have the same tensor, or `adapter_config.json` is
+            not JSON.
     """
     tensors = sorted(_tensors(directory))
     for one, other in pairwise(tensors):

@@ -5,7 +5,8 @@ normalised over the kept tokens, so a trainer must normalise over the same token
 probabilities with them. Example: of the probabilities .5 .3 .1 .1, top-k 2 keeps the tokens 0 and
 1, so the sampler draws token 1 with .3 / (.5 + .3) = .375.
 
-A set may have one id or all of the vocabulary, so sets are stored one after the other:
+The sizes of sets differ (from one id to the whole vocabulary), so sets are stored one after the
+other, and beside them the size of each:
 
     token      0   1   2      3   4
     sizes_N    0   0   2      1   3          tokens 0 and 1 are the prompt, which was not sampled
@@ -46,7 +47,7 @@ class KeptSets:
         """Make kept sets from a list of ids for each token, in any order; [] is an empty set.
 
         Raises:
-            ValueError: an id does not fit into int32, or is no whole number.
+            ValueError: an id is not a whole number from 0 to 2**31 - 1.
         """
         sizes_N = np.array([len(one) for one in sets], np.int32)
         arrays = [np.asarray(one) for one in sets if len(one)]
@@ -101,7 +102,7 @@ class KeptSets:
         logprobs_N: np.ndarray,
         vocab_size: int | None = None,
     ) -> str | None:
-        """Why these sets cannot be those of the tokens, naming a token; None if they can be.
+        """Why these sets cannot be those of the tokens; None if they can be.
 
         Args:
             tokens_N: the ids of the tokens themselves.
@@ -122,20 +123,24 @@ class KeptSets:
         if other.any():
             token = int(other.argmax())
             return (
-                f"token {token}: its log-prob is {logprobs_N[token]:g}, but its kept set has this "
-                "token alone, so it must be 0: the log-probs are not normalised over the kept sets"
+                f"token {token}: its log-prob is {logprobs_N[token]:g}; it must be 0, because the "
+                "kept set has this token alone: the log-probs are not normalised over the kept sets"
             )
         return None
 
     def _wrong_ids(self, owner_V: np.ndarray, vocab_size: int | None) -> str | None:
-        """Why the ids are impossible, None if they are not; `owner_V` is the token of each id."""
+        """Why the ids are impossible; None if they are possible.
+
+        Args:
+            owner_V: the token whose set has the id.
+        """
         most = min(vocab_size - 1, MOST_TOKEN_ID) if vocab_size else MOST_TOKEN_ID
         outside_V = (self.ids_V < 0) | (self.ids_V > most)
         if outside_V.any():
             place = int(outside_V.argmax())
             return (
-                f"token {owner_V[place]}: its kept set has id {self.ids_V[place]}; the vocabulary "
-                f"has ids 0 to {most}"
+                f"token {owner_V[place]}: its kept set has id {self.ids_V[place]}; ids go from 0 "
+                f"to {most}"
             )
         unordered = (np.diff(self.ids_V) <= 0) & (np.diff(owner_V) == 0)
         if unordered.any():

@@ -107,7 +107,7 @@ class Rollout:
             raise RolloutError(f"{where}: {wrong}")
 
     def wrong_parts(self, vocab_size: int = 0) -> str | None:
-        """Which field is impossible, and why; None if none is.
+        """Which field is impossible, and why; None if all fields are possible.
 
         Name, reward and advantage are not checked, because a decoder, which does not know them,
         calls this method too.
@@ -201,8 +201,8 @@ def wrong_versions(
             return f"the {name} of its version spans must ascend; got {values_C[:20].tolist()}"
     if version_C[0] != policy_version:
         return (
-            f"policy_version is {policy_version}, and its first version span is of {version_C[0]}: "
-            "the oldest version must be the rollout's"
+            f"policy_version is {policy_version}; it must be {version_C[0]}, the version of the "
+            "first and oldest version span"
         )
     return None
 
@@ -231,7 +231,7 @@ def wrong_logprobs(logprobs_N: np.ndarray, response_N: np.ndarray) -> tuple[int,
         return int(sampled[wrong[0]]), f"its log-prob {wrong[1]}"
     for token in np.flatnonzero((logprobs_N != 0) & ~response_N)[:1]:
         value = logprobs_N[token]
-        return int(token), f"its log-prob is {value:g}; it must be 0, as it was not sampled"
+        return int(token), f"its log-prob is {value:g}; it must be 0, as the token was not sampled"
     return None
 
 

@@ -63,7 +63,7 @@ def wrong_token(tokens_N: np.ndarray, vocab_size: int | None = None) -> tuple[in
     if possible_N.all():
         return None
     index = int(np.argmin(possible_N))
-    return index, f"is id {int(tokens_N[index])}; the vocabulary has ids 0 to {most}"
+    return index, f"is id {int(tokens_N[index])}; ids go from 0 to {most}"
 
 
 def wrong_reward(value: Any) -> str | None:

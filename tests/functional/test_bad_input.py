@@ -66,7 +66,7 @@ OPTIONS = {
     "experts 16 there, 8 here": ["--num-experts", "8"],
     "[0, 1, 2, 3] there, [0, 2] here": ["--moe-layer-freq", "2"],
     "more than --seq-length 16": ["--seq-length", "16"],
-    "the vocabulary has ids 0 to 7": ["--vocab-size", "8"],
+    "ids go from 0 to 7": ["--vocab-size", "8"],
 }
 
 

@@ -88,7 +88,7 @@ def refuse_response(
     """Refuse an error, a stream, another model's response, and a response that repeats its prompt.
 
     Args:
-        any_model: the model name that the engine returns for every model; empty if it has none.
+        any_model: the name that the engine returns for every model; empty if there is no such name.
     """
     # The forms of an error are {"error": {"message": ...}} or {"error": "..."} (vLLM), {"detail":
     # ...} (FastAPI), and {"object": "error", "message": ...} (SGLang's OpenAI endpoints).
@@ -182,7 +182,11 @@ def choices_in_order(choices: Any, expected: int) -> list[Mapping[str, Any]]:
 
 
 def id_array(value: Any, name: str, hint: str) -> np.ndarray:
-    """The ids of the sampled tokens, int32; refused if they are None, with `hint` as the advice."""
+    """The ids of the sampled tokens, int32; refused if there are none.
+
+    Args:
+        hint: the advice in the error about a `value` of None.
+    """
     if value is None:
         raise EngineError(f"no {name}; {hint}")
     refuse_none_sampled(value, name)

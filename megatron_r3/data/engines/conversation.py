@@ -102,7 +102,7 @@ class Increment:
         """The rollout of this response alone.
 
         Raises:
-            EngineError: its routes do not start at token 0, so rows are missing.
+            EngineError: its routes do not start at token 0, or `check` refuses it.
         """
         if self.start:
             raise EngineError(
@@ -148,8 +148,8 @@ def stitch(increments: Sequence[Increment], where: str, *, holes: str = "refuse"
             not recorded.
 
     Returns:
-        A rollout with the reward `UNREWARDED`. Its policy version is `UNKNOWN_POLICY`, or if the
-        weights changed while it was sampled, the oldest version that the engine reported.
+        A rollout with the reward `UNREWARDED`. Its policy version is `UNKNOWN_POLICY`; if several
+        versions sampled it, the oldest of them.
 
     Raises:
         EngineError: tokens, rows, kept sets or versions disagree, or a row is missing.

@@ -56,7 +56,8 @@ def version_spans(spans: Any, num_sampled: int) -> np.ndarray | None:
         num_sampled: how many tokens were sampled.
 
     Raises:
-        EngineError: several spans that do not follow each other from the first token to the last.
+        EngineError: `spans` is no list, or has several spans that do not follow each other from the
+            first token to the last.
     """
     parts = read_spans(spans)
     if not parts:
@@ -68,7 +69,7 @@ def version_spans(spans: Any, num_sampled: int) -> np.ndarray | None:
         if type(start) is not int or type(stop) is not int or start != end or stop < start:
             raise EngineError(
                 f"weight_versions: the span {quoted([version, start, stop])} must begin at token "
-                f"{end} of the response, and must not end before its begin"
+                f"{end} of the response, and must not end before it begins"
             )
         end = stop
     if end != num_sampled:

@@ -171,7 +171,7 @@ def _rows(value: Any, shape: ModelShape, num_mtp_layers: int) -> np.ndarray:
 
 
 def routes_array(value: Any, name: str) -> np.ndarray:
-    """The ids `[T, L, K]` of all layers.
+    """The ids `[T, L, K]` of all MoE layers in the response.
 
     Args:
         value: in one of four forms: lists, `["tensor", lists]`, `["ndarray", {data, dtype}]` with

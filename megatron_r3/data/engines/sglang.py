@@ -1,9 +1,9 @@
 """What an SGLang server returns with `--enable-return-routed-experts`.
 
 A request asks for routes with `return_routed_experts`. /generate returns routes of every sample
-(`meta_info.routed_experts`), OpenAI's endpoints those of the first choice only
-(`sglext.routed_experts`; from 0.5.18 on, with `return_meta_info`, for every choice). Use 0.5.10 or
-later: before, a server that balances experts (EPLB) sends ids that are not the model's.
+(`meta_info.routed_experts`). OpenAI's endpoints return routes of the first choice only
+(`sglext.routed_experts`), but from 0.5.18 on, with `return_meta_info`, those of every choice. Use
+0.5.10 or later: an older server that balances experts (EPLB) sends ids that are not the model's.
 
 The routes are base64 of little-endian int32 ids of all hidden layers, without a header: the
 response says neither their shape nor their first token.

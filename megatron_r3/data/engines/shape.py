@@ -97,9 +97,9 @@ class ModelShape(MoEShape):
                 because its model type is not known; else None.
 
         Raises:
-            EngineError: naming the file and the field: the file cannot be read, the model type is
-                unknown, a field is missing, of another type, or a number that no model has; or the
-                config says something else than an argument.
+            EngineError: the file cannot be read; the model type is unknown; a field is missing, has
+                another type, or is a number that no model has; or the config contradicts an
+                argument. The message names the file and the field.
         """
         config, where = _read(source)
         with naming(where):
@@ -247,9 +247,9 @@ def _rule(config: Mapping[str, Any]) -> _Rule:
     if not isinstance(model_type, str) or model_type not in _RULES:
         raise EngineError(
             f"model type {quoted(model_type)} is unknown, so nothing says which layers are MoE "
-            "layers; docs/engines.md names the known types. For another type give --moe-layers, or "
-            "add `mlp_layer_types` to a copy of its config.json, a list that names each layer "
-            '"dense" or "sparse", and give the path of the copy'
+            "layers; docs/engines.md names the known types. For another type give --moe-layers; or "
+            'add the list `mlp_layer_types`, with "dense" or "sparse" for each layer, to a copy of '
+            "its config.json, and give the path of the copy"
         )
     return _RULES[model_type]
 
@@ -304,7 +304,7 @@ def _by_step(
 def _after_first_dense(
     config: Mapping[str, Any], num_layers: int, least: int | None = None
 ) -> Iterable[int]:
-    """DeepSeek: the first layers are dense; of the others a frequency says which are MoE layers.
+    """DeepSeek: the first layers are dense; a frequency picks the MoE layers among the others.
 
     Example: `first_k_dense_replace` 1 and `moe_layer_freq` 2 of 6 layers mean layers 2 and 4; the
     frequency may also be a list with a 0 or 1 for each layer.

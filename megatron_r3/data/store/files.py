@@ -79,7 +79,7 @@ def shards_in_order(directory: Path) -> range:
     """The numbers of the shards of a directory, which must be all from 0 to the largest one.
 
     Raises:
-        StoreError: a number is missing, or a safetensors file has another name.
+        StoreError: a number is missing, or as `listed_shards`.
     """
     numbers = listed_shards(directory)
     if len(numbers) <= max(numbers, default=-1):

@@ -177,7 +177,7 @@ def _read_entries(layout: dict[str, Any], data: int, file: HeldFile) -> dict[str
 
 
 def _read_entry(name: str, value: Any, data: int, where: str) -> Entry:
-    """One tensor's entry, whose offsets count from the byte `data` of the file."""
+    """One tensor's entry; the offsets in `value` count from the byte `data` of the file."""
     try:
         dtype, shape, (begin, end) = value["dtype"], value["shape"], value["data_offsets"]
         numbers = (*shape, begin, end)

@@ -43,12 +43,12 @@ class Index(Sequence[Shard]):
     Attributes:
         directories: the store's directories, as they were named.
         resolved: these directories without symbolic links, so two names of one directory are equal.
-        infos: each info that a shard has, once.
-        table: a record for each shard, with indices into `directories` (`folder`) and `infos`
-            (`info`).
-        columns: by name, the tensors that have a value or pairs for each rollout, those of all
-            shards joined; also `newest_version` and, once somebody has asked for them, `groups`,
-            which are computed from these tensors.
+        infos: the different infos of the shards.
+        table: a record for each shard; its `folder` is an index into `directories`, and its `info`
+            an index into `infos`.
+        columns: by name, each tensor that has a value or pairs for each rollout, joined over all
+            shards. Two more columns are computed: `newest_version`, and `groups` once the method
+            `groups` was called.
         made: the `Shard` objects of this process, by their place in the table.
     """
 
@@ -136,7 +136,7 @@ class Index(Sequence[Shard]):
     @overload
     def __getitem__(self, number: slice) -> Sequence[Shard]: ...
     def __getitem__(self, number: int | slice) -> Shard | Sequence[Shard]:
-        """The shard of this number, or the shards of a slice."""
+        """The shard at this place of the table, or the shards of a slice."""
         if isinstance(number, slice):
             return [self[place] for place in range(*number.indices(len(self)))]
         place = range(len(self))[number]

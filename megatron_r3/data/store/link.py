@@ -46,7 +46,7 @@ def check_links(directory: Path) -> None:
 
 
 def give_name(file: BinaryIO, temporary: str, path: Path) -> bool:
-    """Give a file that is whole a second name; False if another file has the name.
+    """Give a finished file its second name; False if another file has that name.
 
     NFS may lose the answer of a link() that succeeded: the client asks again, and hears that the
     name is taken. Then this file itself has the name, and the result is True.

@@ -93,7 +93,7 @@ def part_sums(lines: np.ndarray, num_tokens: int) -> np.ndarray:
 
 
 def whole_sums(lines: np.ndarray, num_parts: int) -> np.ndarray:
-    """The sums of parts that all have as many bytes, uint32 `[L, num_parts]`; as `part_sums`."""
+    """The sums of parts that all have the same number of bytes, uint32 `[L, num_parts]`."""
     return _sums(lines.reshape(len(lines), num_parts, -1).view("<u4"))
 
 

@@ -33,8 +33,8 @@ class RolloutStore:
 
     Args:
         directories: stores of the same model. Their rollouts follow each other in this order.
-        mixed_policies: shards may come from different policies of one model, so only `info.policy`
-            may differ between them.
+        mixed_policies: whether shards may come from different policies of one model; then
+            `info.policy` may differ between them, but no other field.
 
     Attributes:
         index: all shards, in a form that can be sent to other processes.
@@ -83,7 +83,7 @@ class RolloutStore:
         return store
 
     def trained_on(self, checks: ReadChecks | None) -> None:
-        """Apply these checks to all that is read; None if the store was verified before."""
+        """Make these checks in `fields` and `routes`; None if the store was verified before."""
         self._checks = checks
 
     @property
@@ -153,7 +153,8 @@ class RolloutStore:
         """A rollout's `tokens` int32, `response` bool, `logprobs` float32 and `recorded` bool.
 
         Raises:
-            StoreError: the shard is damaged, or was changed since it was opened.
+            StoreError: the shard is damaged, was changed since it was opened, or has a value that
+                the checks of `trained_on` refuse.
         """
         shard, index, _ = self._find(rollout)
         fields = shard.read_tokens(index)

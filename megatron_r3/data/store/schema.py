@@ -67,8 +67,8 @@ class SamplingSettings:
         """The settings, as words, with which the policy loss would be wrong.
 
         The loss divides the trainer's probability of a token by the sampler's; both must be of the
-        same distribution. At a temperature other than 1 that needs "processed" log-probs, and where
-        tokens were cut off, kept sets too. Example: `["temperature 0.7", "top_k 20"]`.
+        same distribution. So a temperature other than 1 needs "processed" log-probs, and a setting
+        that cuts tokens off needs kept sets too. Example: `["temperature 0.7", "top_k 20"]`.
 
         Args:
             has_kept: whether every rollout has kept sets.
@@ -98,9 +98,9 @@ class StoreInfo(MoEShape):
         model: a name for people.
         router_fingerprint: for each MoE layer a digest of the sampler's router weights
             (`megatron_r3.data.fingerprint`); empty if not known.
-        policy_stamp: a digest of all of the sampler's weights, which tells policies apart whose
-            routers are the same; empty if not known.
-        engine_policy: the version of its weights that the engine itself reports, or empty.
+        policy_stamp: a digest of all of the sampler's weights. It tells apart policies that have
+            the same routers. Empty if not known.
+        engine_policy: the version of the weights as the engine itself reports it, or empty.
         vocab_size: rows of the sampler's output layer; 0 if not known.
         sampling: how the engine drew tokens.
     """

@@ -280,7 +280,7 @@ class Shard:
     # damaged, or was changed since the file was opened.
 
     def read_tensor(self, name: str) -> np.ndarray:
-        """A whole tensor, compared with its checksum; errors of PER_TOKEN name the rollout."""
+        """A whole tensor, compared with its checksum; for PER_TOKEN the error names the rollout."""
         tensor, fits = read_tensor(self.file, self.header, name)
         if not fits:
             if name in PER_TOKEN:
@@ -316,7 +316,7 @@ class Shard:
         return kept if len(ids_V) else None
 
     def parts_of(self, rows_T: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The parts that have some rows, int64 `[P]`, and the place of each row in these parts.
+        """The parts that hold these rows, and the place of each row in these parts.
 
         Each part has 64 places. Example: the rows 70 3 130 70 of the first rollout are in the parts
         0 1 2, and have the places 70 3 130 70; without row 3, the parts are 1 2, and the places
@@ -326,7 +326,7 @@ class Shard:
             rows_T: rows of this shard, int64, in any order.
 
         Returns:
-            the parts, ascending, and the places, int64 `[T]`.
+            the parts, ascending, int64 `[P]`, and the places, int64 `[T]`.
         """
         rollout_T = self.row_start_M.searchsorted(rows_T, side="right") - 1
         row_T = rows_T - self.row_start_M[rollout_T]
@@ -371,7 +371,7 @@ class Shard:
             sums.compare(ROUTE_SUMS, layers, parts_P, whole_sums(ids_LTK, len(parts_P)))
 
     def read_rollout(self, rollout: int) -> np.ndarray:
-        """All routes of a rollout, `[L, N - 1, K]`; no row is looked up with `parts_of`."""
+        """All routes of a rollout, `[L, N - 1, K]`."""
         layers, parts_P = range(len(self.info.moe_layers)), self._parts(rollout)
         recorded_T = np.empty(PART_TOKENS * len(parts_P), np.uint8)
         ids_LTK = np.empty((len(layers), len(recorded_T), self.info.topk), self.dtype)

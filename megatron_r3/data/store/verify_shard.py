@@ -82,8 +82,9 @@ class ReadChecks:
         )
         if wrong is None and self.refuses_missing and not own["recorded"].all():
             wrong = (
-                f"token {int(own['recorded'].argmin())} has no recorded routes, and "
-                "--moe-router-replay-missing is error; sample it again, or choose live"
+                f"token {int(own['recorded'].argmin())} has no recorded routes, which "
+                "--moe-router-replay-missing error refuses: sample the rollout again, or give "
+                "--moe-router-replay-missing live"
             )
         return wrong
 

@@ -18,7 +18,11 @@ LEAST_RUN = 4  # rows
 
 
 def not_captured(compared: Sequence[Compared]) -> Finding | None:
-    """Rows that no router makes: an expert twice, or with top-1 expert 0 in all rows of a layer."""
+    """The finding that no router made some rows, or None.
+
+    Such rows have an expert twice; or, with top-1, they are of a layer in which all rows have
+    expert 0, though not all live rows have it.
+    """
     marks = []
     for one in compared:
         ids_LTK = one.rollout.routes.ids_LTK

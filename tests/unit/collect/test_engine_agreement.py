@@ -159,5 +159,5 @@ def test_tokens_outside_the_models_vocabulary(model, tmp_path, capsys):
     error = capsys.readouterr().err.splitlines()[-1]
     path = f"{directory}/shard-00000.safetensors"
     assert error.endswith(
-        f"error: {model}: {path}: rollout 0: token 5 is id 66; the vocabulary has ids 0 to 63"
+        f"error: {model}: {path}: rollout 0: token 5 is id 66; ids go from 0 to 63"
     )

@@ -231,7 +231,7 @@ def test_verify_names_what_is_wrong(store, model, capsys):
         ({"mlp_only_layers": [0, 1, 3, 4]}, "MoE layers [1, 2, 5], and model has [2, 5]"),
         ({"num_experts": 32}, "experts 16, and model has 32"),
         ({"num_experts_per_tok": 2}, "top-k 4, and model has 2: give --model the model that"),
-        ({"vocab_size": 40}, "the vocabulary has ids 0 to 39"),
+        ({"vocab_size": 40}, "ids go from 0 to 39"),
     ],
 )
 def test_another_model_is_refused(store, model, capsys, change, message):

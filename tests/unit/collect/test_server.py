@@ -41,7 +41,7 @@ def with_logprob(value):
     ("give", "message"),
     [
         (with_logprob(-9999.0), "is -9999, which vLLM sends in place of -inf"),
-        (changed(token_ids=lambda ids: [*ids[:-1], 512]), "is id 512; the vocabulary has"),
+        (changed(token_ids=lambda ids: [*ids[:-1], 512]), "is id 512; ids go from"),
         (lambda body: {**answer(body), "model": None}, "names no model; 'served' was asked for"),
         (lambda body: {**answer(body), "model": "\x1b[2J"}, "names the model '\\x1b[2J'"),
     ],
@@ -76,8 +76,7 @@ def test_prompts_outside_the_vocabulary_are_refused_before_any_request(folder, c
         assert not server.pages_asked
     error = capsys.readouterr().err.splitlines()[-1]
     assert error == (
-        f"error: prompts.jsonl, line 7: prompt token 2 is id {token}; the vocabulary has ids "
-        "0 to 511"
+        f"error: prompts.jsonl, line 7: prompt token 2 is id {token}; ids go from 0 to 511"
     )
 
 

@@ -57,9 +57,9 @@ def test_joined_parts_are_the_whole() -> None:
         ([[], [], [7, 7], [3], [4]],
          "token 2: its kept set must have each id once, ascending; got 7 before 7"),
         ([[], [], [7, 12], [3], [4, 1]],
-         "token 2: its kept set has id 12; the vocabulary has ids 0 to 9"),
+         "token 2: its kept set has id 12; ids go from 0 to 9"),
         ([[], [], [7, 2], [3], [4]],
-         "token 4: its log-prob is -1.5, but its kept set has this token alone, so it must be 0: "
+         "token 4: its log-prob is -1.5; it must be 0, because the kept set has this token alone: "
          "the log-probs are not normalised over the kept sets"),
     ],
 )  # fmt: skip

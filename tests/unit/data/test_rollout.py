@@ -61,12 +61,12 @@ WRONG = {
         "logprobs_N": np.zeros(10, np.float32),
     },
     "tokens_N must be whole numbers; got float64": {"tokens_N": np.arange(9.0)},
-    "token 0 is id -1; the vocabulary": {"tokens_N": np.full(9, -1)},
+    "token 0 is id -1; ids go": {"tokens_N": np.full(9, -1)},
     "its first token cannot be sampled": {"response_N": masked(0, 5, 6, 7, 8)},
     "token 7: its log-prob is nan, which is not finite": {
         "logprobs_N": np.array([0, 0, 0, 0, 0, -1, -1, np.nan, -1], np.float32)
     },
-    "token 2: its log-prob is -1; it must be 0, as it was not sampled": {
+    "token 2: its log-prob is -1; it must be 0, as the token was not sampled": {
         "logprobs_N": np.array([0, 0, -1, 0, 0, -1, -1, -1, -1], np.float32)
     },
     # turns that overlap, begin late, are empty, leave the rollout, hold a token of the prompt
@@ -118,7 +118,7 @@ def test_the_control_is_written_and_read(tmp_path):
         ({"group": 2**63}, "group 9223372036854775808: must be a whole number"),
         ({"policy_version": UNKNOWN_POLICY}, "policy_version -1: must be a whole number from 0 on"),
         ({"group": 1.5}, "group must be a whole number; got 1.5"),
-        ({"tokens_N": np.arange(496, 505)}, "token 4 is id 500; the vocabulary has ids 0 to 499"),
+        ({"tokens_N": np.arange(496, 505)}, "token 4 is id 500; ids go from 0 to 499"),
         ({"prompt_digest": 2**63}, "prompt_digest must be of 63 bits"),
     ],
 )

@@ -141,7 +141,7 @@ def test_without_a_mask_there_are_no_kept_sets():
         ([*SORTED[:3], [24, 2.0]], f"the list of token {P + 3} has an entry that is no id"),
         ([*SORTED[:3], 24], "sampling_mask: expected a list of ids for each response token"),
         ("AAAA", "sampling_mask: expected a list of ids for each response token"),
-        ([*SORTED[:2], [23], SORTED[3]], f"token {P + 2}: its log-prob is -2, but its kept set"),
+        ([*SORTED[:2], [23], SORTED[3]], f"token {P + 2}: its log-prob is -2; it must be 0"),
     ],
 )
 def test_masks_that_are_none_are_refused(masks, message):

@@ -121,7 +121,7 @@ WRONG_FREQUENCIES = ([0, 1, 0, 1, 1, "0"], [0, 1, 0, 1, 1, 2], [[1]] * 6, "1", -
         (
             QWEN3,
             {"model_type": "no_such"},
-            "give --moe-layers, or add `mlp_layer_types` to a copy of its config.json",
+            "give --moe-layers; or add the list `mlp_layer_types`",
         ),
         (WRAPPED, {"text_config": {**QWEN3, "model_type": "x"}}, "model type 'x' is unknown"),
         (WRAPPED, {"text_config": {}}, "model type 'qwen3_vl_moe' is unknown"),

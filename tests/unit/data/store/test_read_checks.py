@@ -64,7 +64,7 @@ def test_the_vocabulary_of_the_trainer(tmp_path, sampler, trainer, refused):
         return
     with pytest.raises(StoreError) as refusal:
         store.fields(1)
-    most = f"the vocabulary has ids 0 to {trainer - 1}"
+    most = f"ids go from 0 to {trainer - 1}"
     assert str(refusal.value).startswith(f"{path}: rollout 1: token 4 is id 70; {most}")
 
 
