@@ -33,7 +33,8 @@ class Change:
             done and `files` is empty.
         status: the tree now, read from the disk again.
         files: the files that were written or removed.
-        others: for a tree with a record, text about groups left out and other lines that fit too.
+        others: for a tree that gets a record, text about the groups that were left out and about
+            the other lines that fit.
     """
 
     before: TreeState
@@ -132,7 +133,7 @@ def _take(
 
 
 def _why_no_fit(status: TreeStatus, versions: Versions, line: str, groups: Collection[str]) -> str:
-    """The message about a tree to which no line's patches apply: what does not fit, or differs."""
+    """The message about a tree to which no line's patches apply: which patch fails, or why not."""
     hopeless = status.patched or not (status.num_recognised or line)
     try:
         if not hopeless:

@@ -38,7 +38,7 @@ class Unreleased:
         line: the release line whose patches fit.
         near: the known tree of that line from which the fewest files differ.
         differ: the files that the patches change and that, unpatched, are not those of `near`.
-        absent: files of the patches that `near` lacks, and the tree too.
+        absent: files of the patches that both `near` and the tree lack.
         groups: the groups whose patches are in the tree; `left_out` are the line's other groups.
         num_patches: how many patches `groups` have.
         series: the digest of the patches of `groups`, from `series_digest`.

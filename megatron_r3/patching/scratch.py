@@ -1,7 +1,8 @@
 """A temporary git repository, in which patches are tried before a tree is touched.
 
 Only the files that a series changes are copied into the repository. Git applies the patches there,
-one after the other, and the blob id of each changed file is compared with the id in the patch.
+one after the other. If a file has the blob id that a patch starts from, it must then have the blob
+id that the patch ends with.
 """
 
 from __future__ import annotations
@@ -89,7 +90,8 @@ class Scratch:
 
         Raises:
             PatchFailed: a part does not fit.
-            PatchingError: a part fits, but the file's blob id is then not the one in the patch.
+            PatchingError: a file has the blob id that the patch starts from, but afterwards not the
+                one that the patch ends with.
         """
         diffs = {change.path: change.diff for change in changes}
         before = self.contents(diffs)
@@ -128,7 +130,7 @@ def scratch(files: Mapping[str, FileOnDisk]) -> Iterator[Scratch]:
 
 
 def _failures(stderr: bytes, first: str) -> dict[str, str]:
-    """By file of git's error messages: where in the file the patch fails, or why."""
+    """For each file that git's errors name: where in the file the patch fails, or why."""
     failures: dict[str, str] = {}
     lines = stderr.decode(errors="replace").splitlines()
     for line in lines:

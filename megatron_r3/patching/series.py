@@ -63,7 +63,8 @@ class FileChange:
     """What one patch does to one file.
 
     Attributes:
-        pre, post: blob ids before and after; None where the patch adds or deletes the file.
+        pre, post: the file's blob ids before and after the patch. `pre` is None if the patch adds
+            the file, and `post` if it deletes the file.
         executable: whether the file has git's mode 100755.
         diff: the part of the patch that is about this file.
     """

@@ -6,7 +6,7 @@ known file has a place in its chain of blobs: place 0 is the base, the last plac
 Example: two patches change router.py, so its chain is (a, b, c). A file with the id b has place 1:
 the first patch is in it, the second is not. The chains of a release are those of its patches and of
 versions.toml. An unreleased tree that was patched has a record, with a diff that counts as one
-patch. No file is read that no patch changes, except the record, and git does not run.
+patch. Only the record and the files that the patches change are read, and git does not run.
 """
 
 from __future__ import annotations

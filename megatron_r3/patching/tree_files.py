@@ -22,14 +22,14 @@ from megatron_r3.patching.git import PatchingError, blob_id, names
 
 @dataclass(frozen=True)
 class FileOnDisk:
-    """The bytes and stat of a file; both are None without a file, and `stat` for git's output."""
+    """The bytes and stat of a file; both are None without a file. Git's output has no `stat`."""
 
     data: bytes | None
     stat: os.stat_result | None = None
 
     @cached_property
     def blob(self) -> str | None:
-        """The file's git blob id."""
+        """The file's git blob id; None without a file."""
         return None if self.data is None else blob_id(self.data)
 
     @property

@@ -62,10 +62,10 @@ class Fit:
         """The sort key of the lines that fit: the nearest line has the smallest key.
 
         The number of patches counts before the number of differing files: if a patch applies, the
-        tree lacks what the patch brings. Example: the series of main and of core_r0.19.0 apply to
-        commit 14346b65, and main has more of its files. But the commit lacks a fix that main has,
-        and that core_r0.19.0 has as a patch. With the patches of main a training would end with an
-        error, because they expect another shape of the padding mask.
+        tree lacks what the patch brings. Example: the series of main and of core_r0.19.0 both apply
+        to commit 14346b65, and fewer of the commit's files differ from main. But the commit lacks a
+        fix that main has, and that core_r0.19.0 has as a patch. With the patches of main a training
+        would end with an error, because these expect another shape of the padding mask.
         """
         tree = self.tree
         return len(self.left_out), -tree.num_patches, len(tree.differ), self.moved
