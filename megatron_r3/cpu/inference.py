@@ -20,7 +20,7 @@ _Generator = torch.Generator
 
 
 def patch() -> None:
-    """Give Megatron's dynamic engine what it lacks on a CPU; nothing if there is no such engine."""
+    """Give Megatron's dynamic engine what it lacks on a CPU; a tree without it stays as it is."""
     try:
         attention = importlib.import_module("megatron.core.transformer.attention")
         context = importlib.import_module("megatron.core.inference.contexts.dynamic_context")
@@ -63,7 +63,8 @@ def attend_to_blocks(
         `[Q, A, F]`.
 
     Raises:
-        NotEmulated: the call has a window, an attention sink, no causal mask or no block table.
+        NotEmulated: the call has a window or an attention sink, or lacks a causal mask or a block
+            table.
     """
     _refuse(causal, window_size, block_table, return_attn_probs)
     assert block_table is not None
@@ -97,7 +98,7 @@ def decode_from_blocks(
         cache_seqlens: how many keys each request has, with those of `q`; 0 for padding.
 
     Returns:
-        The shape of `q`.
+        A tensor of the shape of `q`.
 
     Raises:
         NotEmulated: as `attend_to_blocks`.
@@ -117,8 +118,8 @@ def decode_from_blocks(
 def _refuse(causal: bool, window: Any, block_table: Any, return_lse: bool) -> None:
     if not causal or tuple(window) != (-1, -1) or block_table is None or return_lse:
         raise NotEmulated(
-            "attention of the inference engine with a window or a sink, or without a block table, "
-            "is not emulated on the CPU"
+            "attention of the inference engine with a window or a sink, or without a causal mask "
+            "or a block table, is not emulated on the CPU"
         )
 
 

@@ -73,7 +73,7 @@ def install() -> None:
 
 
 def _check_importable() -> None:
-    """Refuse if there is no Megatron. An error about a package that Megatron lacks is passed on."""
+    """Refuse if there is no Megatron. The error about another missing package is passed on."""
     try:
         importlib.import_module("megatron.core")
     except ModuleNotFoundError as error:

@@ -119,7 +119,7 @@ def _share_storage(output: torch.Tensor, recomputed: torch.Tensor) -> None:
 
 
 def _define_names_in_random() -> None:
-    """Define TE's names of FP8 for CheckpointWithoutOutput, and share a storage without C++."""
+    """Define the FP8 names and replace the C++ function that CheckpointWithoutOutput needs."""
     random = _import("megatron.core.tensor_parallel.random")
     if random is None:
         return

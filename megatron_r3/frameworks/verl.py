@@ -56,7 +56,7 @@ _TURN_OFF = "to train with verl's own replay, unset VERL_USE_EXTERNAL_MODULES"
 
 
 def check_version(version: str, patch: Any, utils: Any) -> None:
-    """Refuse a verl that is not a known release, or that has changed functions used here.
+    """Refuse a verl that is not a known release, or whose functions differ from the release's.
 
     Args:
         version: `verl.__version__`.
@@ -64,8 +64,7 @@ def check_version(version: str, patch: Any, utils: Any) -> None:
         utils: verl's module router_replay_utils.
 
     Raises:
-        ReplayError: the version is not known, or a function differs from the release's; the error
-            names it.
+        ReplayError: naming the version that is not known, or the function that differs.
     """
     if version not in _KNOWN:
         raise ReplayError(
