@@ -82,7 +82,7 @@ class BridgeFamily:
             self._own.check(config, settings)
 
     def hf_config(self, config: Any, settings: ModelSettings) -> dict[str, Any]:
-        """Raise a ValueError: a bridge writes no config.json, so a directory's must be copied."""
+        """Raise a ValueError: a bridge writes no config.json, so the caller must copy one."""
         raise ValueError(
             f"{self._translator.title} does not write config.json: name a transformers directory "
             "of the model (--hf-like DIR)"

@@ -130,7 +130,7 @@ def dtype_of(config: Mapping[str, Any], file: Path) -> torch.dtype:
         file: the config.json, named in messages.
 
     Raises:
-        ValueError: weights are not written in that dtype.
+        ValueError: it is none of bfloat16, float16 and float32.
     """
     names = {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES}
     name = str(config.get("dtype", config.get("torch_dtype", "bfloat16")))

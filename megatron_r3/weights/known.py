@@ -158,7 +158,9 @@ def defaults(kind: type) -> dict[str, Any]:
 
 
 def differing(saved: Any, args: Any, names: Collection[str]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield each argument that changes the model: its name, the checkpoint's and the given value.
+    """Yield the name, the checkpoint's value and the given value of each argument that differs.
+
+    Only arguments that change the model are compared.
 
     Args:
         saved: the checkpoint's own arguments. An option that the checkpoint's release did not have

@@ -227,7 +227,7 @@ def _model(
 
 
 def _check_plan(model: _Model, plan: Plan, adapters: Adapters | None = None) -> None:
-    """Refuse a model whose tensors are not those that the family maps, and those of `adapters`."""
+    """Refuse a model that has other tensors than the family maps and `adapters` adds."""
     mapped = {place for entry in model.mapped for place in entry.places}
     if adapters is not None:
         mapped.update(

@@ -124,8 +124,8 @@ def fixed(name: str, *values: Any, **more: Any) -> Row:
     """The row of a field with one value that Megatron supports: `fixed("hidden_act", "silu")`.
 
     Args:
-        values: all ways to write the supported value. The first of them is transformers' value if
-            the field is missing, and is written, unless it is None. A list in config.json is
+        values: all ways to write the supported value. The first of them stands for a missing field,
+            and is the one to write; a first value of None is not written. A list in config.json is
             compared as the sorted list of its different words.
         more: further attributes of the Row.
     """
@@ -153,7 +153,7 @@ def ignored(name: str, written: Any = None) -> Row:
 
 
 def derived(name: str, made_of: Callable[[Fields], Any], default: Any = None, **more: Any) -> Row:
-    """The row of a field whose only value that Megatron supports follows from other fields.
+    """The row of a field for which Megatron supports one value, which follows from other fields.
 
     Args:
         made_of: computes the supported value from what earlier rows have read or written.

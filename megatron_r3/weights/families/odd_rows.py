@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_r3.data.engines.shape import ModelShape
 from megatron_r3.replay.layers import moe_layer_indices
+from megatron_r3.replay.words import quoted
 from megatron_r3.seams.arguments import LATENT_YARN
 from megatron_r3.weights.families.field_rows import (
     Fields,
@@ -289,5 +290,5 @@ def plain_heads(config: Any) -> Needed:
 def _whole(theirs: Fields, name: str) -> int:
     """The value of a field that must be a whole number, 1 or more."""
     if type(value := theirs.get(name)) is not int or value < 1:
-        raise ValueError(f"{name} must be a whole number from 1 on")
+        raise ValueError(f"{name} is {quoted(value)}; expected a whole number from 1 on")
     return value

@@ -224,7 +224,7 @@ class TableFamily:
                 )
 
     def _refuse_unknown(self, hf_config: Fields, rope: Mapping[str, Any]) -> None:
-        """Refuse a config.json with a field of which this project does not know what it changes.
+        """Refuse a config.json with a field whose effect this project does not know.
 
         Raises:
             ValueError: naming the field.

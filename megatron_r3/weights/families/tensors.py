@@ -1,7 +1,6 @@
 """How transformers' tensors are made of Megatron's, by the rows of a family's table.
 
-A rule is two functions, the second one the inverse of the first. They move values and never change
-them.
+A rule is two functions, the second one the inverse of the first. Both only move values.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ def mapped(rows: Iterable[Tensors], config: Any, layer: int | None = None) -> It
 
 
 def own_dtype(place: Place) -> torch.dtype | None:
-    """float32 for the router's expert bias, which transformers always stores in it; else None."""
+    """float32 for the router's expert bias, as transformers always stores that bias; else None."""
     return torch.float32 if place.key.endswith("mlp.router.expert_bias") else None
 
 
