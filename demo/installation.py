@@ -102,8 +102,8 @@ def watch(
 def tail(log: Path, lines: int = 15) -> str:
     """The first error of a log and its last lines, for a message.
 
-    When a process of torchrun fails, torchrun writes 40 lines of its own. The message has only the
-    one of them that names the process and its exit status.
+    When a process of torchrun fails, torchrun writes 40 lines of its own. Of these only the line
+    with the process and its exit status is kept.
     """
     text = log.read_text(encoding="utf-8", errors="replace").splitlines()
     torchrun = [line for line in text if "torch/distributed/elastic/multiprocessing/" in line]

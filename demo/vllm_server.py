@@ -42,7 +42,7 @@ def template(
 ) -> tuple[list[str], dict[str, str]]:
     """The server's command, and its environment, for any policy that has the shape of a model.
 
-    In the command {model}, {port} and {version}, the name of the policy, are to be filled in.
+    The caller fills in {model}, {port} and {version} in the command; the version names the policy.
 
     Args:
         in_place: whether the server shall take new weights. If so, its model has the name `policy`

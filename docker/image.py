@@ -146,7 +146,7 @@ def _size(docker: str, tag: str) -> int:
 
 
 def test(args: argparse.Namespace, tag: str) -> int:
-    """Run the image's tests without a network, with a read-only root, and not as root."""
+    """Run the image's tests without a network, on a read-only file system, and not as root."""
     _refuse_without(args.docker)
     run = [args.docker, "run", "--rm", *CAREFUL, tag]
     if _printed([*run, "id", "--user"]) in ("", "0"):

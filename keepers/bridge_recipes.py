@@ -1,4 +1,4 @@
-"""Which recipes of Megatron-Bridge can be replayed: prints the counts that docs/limits.md names.
+"""Counts the Megatron-Bridge recipes that replay takes, and says why it refuses the others.
 
     python -m keepers.bridge_recipes CLONE/src        # of a clone of NVIDIA-NeMo/Megatron-Bridge
 

@@ -193,7 +193,7 @@ def _bumped(versions: Versions, job: Job, *, again: bool) -> Bumped:
 
 
 def open_workplace(work: Path, repo: Path, job: Job) -> None:
-    """Make `work` a checkout of `repo` at the job's commit, unless `work` is the job's already.
+    """Make `work` a checkout of `repo` at the commit of `job`, unless it is there already.
 
     The checkout shares the objects of `repo`, and `repo` is not changed. If a step fails, no
     checkout is left.

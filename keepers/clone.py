@@ -1,6 +1,7 @@
 """Reads a maintainer's clone of Megatron-LM through git, which obeys the clone's own settings.
 
-No commit or file is made in the clone, but in repositories from `borrow`, which read its objects.
+Nothing is written to the clone. Commits are made in repositories from `borrow`, which read the
+clone's objects.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _IN_PROGRESS = {
 
 
 def check_clone(repo: Path) -> None:
-    """Refuse what is neither the top of a work tree nor a bare repository.
+    """Refuse a folder unless it is the top of a work tree or a bare repository.
 
     Raises:
         PatchingError: `repo` is no git repository, or git does not trust its owner.

@@ -87,7 +87,7 @@ def _there_and_back(status: TreeStatus) -> None:
 
 
 def _compare_modes(status: TreeStatus, base: str) -> None:
-    """Refuse patches that name another mode of a file than `base` has: revert would set that."""
+    """Refuse patches whose mode of a file is not the mode in `base`: revert would change it."""
     wanted = {c.path: c for patch in status.series.patches for c in patch.changes if c.pre}
     # one entry: "100755 blob <id>\tmegatron/core/a.sh"
     for entry in git(status.root, "ls-tree", "-z", base, "--", *wanted).split("\0")[:-1]:

@@ -79,10 +79,10 @@ def leave_unpinned(buffer: Any, granularity: int | None = None) -> None:
 
 
 class WithoutPinning(SourceFileLoader):
-    """Loads SGLang's module that pins memory, and replaces its function that does so."""
+    """Loads SGLang's module that pins memory, and replaces the function that pins."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run the module, then replace its function that pins.
+        """Run the module, then replace the function that pins.
 
         Raises:
             ImportError: the function that pins has another name in this version of SGLang.
