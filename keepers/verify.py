@@ -1,8 +1,8 @@
 """Check whole series against the commits they are made for, without a checkout.
 
 The files of a series are read from the commit; the patches are applied to them and then taken back,
-last patch first. Every blob id must be the one in the patch, and at the end the files must be the
-same as at the start, to the byte.
+last patch first. Every blob id must be the one in the patch or in versions.toml, and at the end the
+files must be the same as at the start, to the byte.
 """
 
 from __future__ import annotations

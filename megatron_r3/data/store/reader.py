@@ -215,7 +215,7 @@ class RolloutStore:
         """The policy version that sampled each token, int64 `[N]`; -1 for tokens not sampled.
 
         Args:
-            response_N: the rollout's `response`, where the caller has read it; None to read it.
+            response_N: the rollout's `response`; None if the caller has not read it yet.
         """
         shard, index, _ = self._find(rollout)
         if response_N is None:

@@ -398,7 +398,7 @@ class Shard:
 def newest_versions(tensors: Mapping[str, np.ndarray]) -> np.ndarray:
     """The newest policy version of each rollout, that of its last span: int64 `[M]`.
 
-    If one policy sampled all of a rollout, this is the rollout's `policy_version`.
+    The newest version of a rollout that one policy sampled is the rollout's `policy_version`.
     """
     newest_M, counts_M = tensors["policy_version"].copy(), tensors["num_versions"]
     has_M = counts_M > 0
