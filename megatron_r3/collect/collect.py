@@ -42,6 +42,7 @@ def collect(
     plan: Plan,
     concurrency: int,
     check: Callable[[Identity], None] | None = None,
+    make_sampler: MakeSampler | None = None,
 ) -> Progress:
     """Sample and store what is missing; returns the counts.
 
@@ -53,6 +54,7 @@ def collect(
             ValueError to refuse the engine. A caller that has loaded the weights into the engine
             gives `check`, and the store may hold the same weights under another policy version.
             If `check` is None, a store with the same weights under another version is refused.
+        make_sampler: makes what samples; None makes a `Sampler`.
 
     Raises:
         CollectError: rollouts are missing at the end, or many prompts in a row gave none.
@@ -62,13 +64,18 @@ def collect(
         ValueError: engine, store and plan do not fit together, or the engine does not answer
             (nothing was sampled); a shard cannot be written, or `plan.check` refuses it.
     """
-    for prompt in plan.prompts:
-        engine.check(prompt)
-    return asyncio.run(_collect(engine, plan, concurrency, check))
+    if make_sampler is None:  # an agent makes its requests of the prompts
+        for prompt in plan.prompts:
+            engine.check(prompt)
+    return asyncio.run(_collect(engine, plan, concurrency, check, make_sampler or Sampler))
 
 
 async def _collect(
-    engine: Engine, plan: Plan, concurrency: int, check: Callable[[Identity], None] | None
+    engine: Engine,
+    plan: Plan,
+    concurrency: int,
+    check: Callable[[Identity], None] | None,
+    make_sampler: MakeSampler,
 ) -> Progress:
     progress = Progress()
     with noting() as stop:
@@ -94,9 +101,9 @@ async def _collect(
                 size = max(1, len(missing)) if plan.all_or_nothing else plan.shard_size
                 shelf = Shelf(plan.out, info, plan.prompts, size, plan.check, plan.whole_groups)
                 policy = EnginePolicy(shelf, stored.engine_policy)
-                sampler = Sampler(engine, plan, policy, progress)
-                with progress:
-                    await _work_all(sampler, shelf, missing, concurrency, stop)
+                async with make_sampler(engine, plan, policy, progress) as sampler:
+                    with progress:
+                        await _work_all(sampler, shelf, missing, concurrency, stop)
         finally:
             await engine.close()
     return progress
@@ -128,7 +135,6 @@ async def _work_all(
         # A worker may miss its cancel (see `end_tasks`): `ending` has it begin no other sample.
         team.ending = True
         await end_tasks(workers)
-        sampler.close()
         shelf.store(shelf.shard_size if sampler.plan.all_or_nothing else 1)
         team.count()
     failures = (worker.exception() for worker in workers if not worker.cancelled())
@@ -156,12 +162,15 @@ class Sampler:
         self._engine, self._policy = engine, policy
         self._rewards = BackgroundThread("reward")
 
-    def close(self) -> None:
+    async def __aenter__(self) -> Sampler:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
         """Have the reward thread end after the reward that it computes now."""
         self._rewards.close()
 
-    async def sample(self, prompt: Prompt, index: int) -> Rollout:
-        """Sample one response and reward it.
+    async def sample(self, prompt: Prompt, index: int) -> list[Rollout]:
+        """Sample one response and reward it; returns its rollout.
 
         Raises:
             GivenUp: there is no response, or none that can be used.
@@ -180,7 +189,7 @@ class Sampler:
                     reason = str(error) if str(error).startswith(where) else f"{where}: {error}"
                     raise GivenUp(f"{reason} ({attempt + 1} responses refused)") from error
             else:
-                return await self._reward(answer, prompt, index, where)
+                return [await self._reward(answer, prompt, index, where)]
         raise AssertionError("unreachable")
 
     async def _ask(self, prompt: Prompt, index: int, where: str) -> Answer:
@@ -193,6 +202,7 @@ class Sampler:
 
     async def _reward(self, answer: Answer, prompt: Prompt, index: int, where: str) -> Rollout:
         plan, decoded = self.plan, answer.decoded
+        assert plan.reward is not None, "only an agent rewards by itself"
         seen = RewardSample.of(decoded, prompt.fields, answer.said, prompt.group, index)
         reward = await self._rewards.run(score, plan.reward, seen, where)
         rollout = replace(
@@ -207,6 +217,9 @@ class Sampler:
         rollout.check(where)
         self.progress.tokens += int(rollout.response_N.sum())
         return rollout
+
+
+MakeSampler = Callable[[Engine, Plan, EnginePolicy, Progress], Sampler]
 
 
 class _Team:
@@ -226,13 +239,13 @@ class _Team:
     async def work(self, todo: Iterator[tuple[Prompt, int]]) -> None:
         """Take one sample after the other, until there is none left or the collection ends."""
         for prompt, index in todo:
-            rollout, reason = None, ""
+            rollouts, reason = list[Rollout](), ""
             try:
-                rollout = await self.sampler.sample(prompt, index)
+                rollouts = await self.sampler.sample(prompt, index)
             except GivenUp as error:
                 reason = str(error)
-            self.shelf.take(prompt.group, rollout)
-            if rollout is None:
+            self.shelf.take(prompt.group, rollouts)
+            if not rollouts:
                 # `_lose` is not called inside the `except`: an error raised there would keep the
                 # GivenUp and its frames in memory, and with these a whole response.
                 self._lose(prompt.group, reason)

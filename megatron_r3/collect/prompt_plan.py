@@ -206,7 +206,7 @@ class Plan:
         prompts: the prompts, each of which is a group of the store.
         n: samples of each prompt.
         sampling: how to sample, as `sampling_for` returns it.
-        reward: the function that rewards a response.
+        reward: the function that rewards a response; None if an agent gives all rewards.
         model: the model that the engine runs.
         out: the store's directory. Samples of this policy version that are in it are not repeated.
         policy_version: which policy samples.
@@ -225,7 +225,7 @@ class Plan:
     prompts: Sequence[Prompt]
     n: int
     sampling: Sampling
-    reward: RewardFunction
+    reward: RewardFunction | None
     model: Model
     out: Path
     policy_version: int = 0

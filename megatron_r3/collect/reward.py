@@ -81,18 +81,19 @@ class RewardSample:
 RewardFunction = Callable[[RewardSample], float]
 
 
-def load_reward(spec: str, folder: Path | None = None) -> RewardFunction:
-    """The function that `module:function` names.
+def load_reward(spec: str, folder: Path | None = None, option: str = "--reward") -> Any:
+    """The function that `module:function` names: a reward function, or an agent.
 
     Args:
         folder: where the module is looked for first; None is the working directory.
+        option: where the name was given, for messages.
 
     Raises:
         RewardError: the module cannot be imported, or has no such function.
     """
     module_name, _, name = spec.partition(":")
     if not module_name or not name:
-        raise RewardError(f"--reward {spec}: give it as module:function")
+        raise RewardError(f"{option} {spec}: give it as module:function")
     first = os.getcwd() if folder is None else str(folder)
     # `python -m` puts the working directory on sys.path; the command `megatron-r3` does not.
     if first not in (sys.path if folder is None else sys.path[:1]):
@@ -102,10 +103,10 @@ def load_reward(spec: str, folder: Path | None = None) -> RewardFunction:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a module may fail in any way, sys.exit included
-        raise RewardError(f"--reward {spec}: {_text_of(error)}") from error
+        raise RewardError(f"{option} {spec}: {_text_of(error)}") from error
     if not callable(function):
-        raise RewardError(f"--reward {spec}: not a function")
-    return function  # type: ignore[no-any-return]
+        raise RewardError(f"{option} {spec}: not a function")
+    return function
 
 
 def score(function: RewardFunction, sample: RewardSample, where: str) -> float:

@@ -16,8 +16,12 @@ from megatron_r3.balance.balance_cli import add_balance
 from megatron_r3.collect.show import add_show
 
 if TYPE_CHECKING:
+    from megatron_r3.collect.collect import MakeSampler
     from megatron_r3.collect.engine import Engine
     from megatron_r3.collect.prompt_plan import Plan
+    from megatron_r3.collect.prompts import Prompt
+
+    AgentPlan = Callable[[], tuple[MakeSampler, list[Prompt] | None]]
 
 Commands = argparse._SubParsersAction  # the type of what `add_subparsers` returns
 CONCURRENCY = {"vllm": 32, "sglang": 32, "megatron": 32, "transformers": 256}
@@ -82,20 +86,25 @@ def number(kind: type, least: float, most: float = float("inf")) -> Callable[[st
     return parse
 
 
-def run_collect(args: argparse.Namespace) -> int:
-    """Collect, then print what the store has; after signal N the exit status is 128 + N."""
+def run_collect(args: argparse.Namespace, agent: AgentPlan | None = None) -> int:
+    """Collect, then print what the store has; after signal N the exit status is 128 + N.
+
+    Args:
+        agent: makes what samples, and the prompts if they are the agent's; None: the engine
+            answers each prompt once.
+    """
     from megatron_r3.collect.signals import Interrupted, raising
     from megatron_r3.replay.words import one_line
 
     try:
         with raising():
-            return _collect(args)
+            return _collect(args, agent)
     except Interrupted as error:
         print(one_line(str(error)), file=sys.stderr)
         return 128 + error.number
 
 
-def _collect(args: argparse.Namespace) -> int:
+def _collect(args: argparse.Namespace, agent: AgentPlan | None) -> int:
     from megatron_r3.collect.collect import collect
     from megatron_r3.collect.prompt_plan import Plan, Sampling, read_model, sampling_for
     from megatron_r3.collect.prompts import read_prompts
@@ -106,11 +115,13 @@ def _collect(args: argparse.Namespace) -> int:
     make_engine = _engine_maker(args)
     sampling = Sampling(args.max_tokens, args.temperature, args.top_p, args.top_k, args.seed)
     sampling = sampling_for(args.engine, sampling)
-    prompts, reward, model = (
-        read_prompts(args.prompts),
-        load_reward(args.reward),
-        read_model(args.model, **_shape_of(args)),
-    )
+    make_sampler, prompts = agent() if agent is not None else (None, None)
+    if prompts is None:
+        prompts = read_prompts(_given(args.prompts, "--prompts FILE, the prompts as JSON lines"))
+    if agent is None:
+        _given(args.reward, f"--reward MODULE:FUNCTION, a {_REWARD}")
+    reward = load_reward(args.reward) if args.reward else None
+    model = read_model(args.model, **_shape_of(args))
     if not model.router_fingerprint:
         print(f"{args.model} has no weights: no digest of them is stored", file=sys.stderr)
     plan = Plan(
@@ -125,12 +136,18 @@ def _collect(args: argparse.Namespace) -> int:
         refused_retries=args.refused_retries,
     )
     concurrency = args.concurrency or CONCURRENCY[args.engine]
-    done = collect(make_engine(plan, concurrency), plan, concurrency)
+    done = collect(make_engine(plan, concurrency), plan, concurrency, make_sampler=make_sampler)
     print(
         f"{args.out} has all {done.total} rollouts: {done.before} were there, {done.stored} new "
         f"({done.tokens} tokens; {done.retries} retries, {done.refused} responses refused)"
     )
     return 0
+
+
+def _given(value: Any, missing: str) -> Any:
+    if value is None:
+        raise ValueError(f"collect needs {missing}")
+    return value
 
 
 def _shape_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -319,10 +336,10 @@ COLLECT: tuple[Any, ...] = (
      "a vLLM, SGLang or Megatron server at --url, or transformers, which runs --model in this "
      "process", {"required": True, "choices": tuple(CONCURRENCY)}),
     ("--url", "address of the server, for example http://127.0.0.1:8000", {}),
-    ("--prompts", "the prompts, JSON lines", _MUST | _FILE),
+    ("--prompts", "the prompts, JSON lines", _FILE),
     ("--out", "directory of the rollout store", _MUST | _DIR),
     ("--n", "samples of each prompt", _MUST | {"type": number(int, 1)}),
-    ("--reward", _REWARD, _MUST | {"metavar": "MODULE:FUNCTION"}),
+    ("--reward", _REWARD, {"metavar": "MODULE:FUNCTION"}),
     ("--policy-version", _VERSION.format(0), {"default": 0, **_WHOLE}),
     _MODEL,
     *_SHAPE,

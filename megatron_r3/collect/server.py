@@ -78,12 +78,21 @@ class Server:
             NoAnswer, EngineError: as in `Engine.sample`.
         """
         model = self._watch.start.model if self.dialect == "vllm" else ""
-        sampling = self.sampling
-        if max_tokens is not None:
-            sampling = replace(sampling, max_tokens=min(max_tokens, sampling.max_tokens))
+        sampling = self._sampling(max_tokens)
         path, body = build_request(self.dialect, prompt, sampling, seed, model, start, stop)
         most_bytes = answer_limit(self.shape, prompt, sampling)
-        increment = self._read(await self._client.post(path, body, most_bytes), body, model, where)
+        response = await self._client.post(path, body, most_bytes)
+        return self._read(response, body, model, where, start)
+
+    def _sampling(self, max_tokens: int | None) -> Sampling:
+        least = min(max_tokens or self.sampling.max_tokens, self.sampling.max_tokens)
+        return replace(self.sampling, max_tokens=least)
+
+    def _read(
+        self, response: Any, body: dict[str, Any], model: str, where: str, start: int
+    ) -> Increment:
+        """The only sample of a response, with the rows from the token `start` on."""
+        increment = self._decode(response, body, model, where)
         if (early := start - increment.start) <= 0:
             return increment
         # Megatron's server returns all rows. Those of the tokens before `start` came with earlier
@@ -93,7 +102,7 @@ class Server:
         kept = Routes.from_array(rows_LTK, routes.num_experts, recorded_T, where, start)
         return replace(increment, routes=kept, start=start)
 
-    def _read(self, response: Any, body: dict[str, Any], model: str, where: str) -> Increment:
+    def _decode(self, response: Any, body: dict[str, Any], model: str, where: str) -> Increment:
         try:  # the decoder compares the response with the request and with the model's shape
             samples = decode_increments(self.dialect, response, body, self.shape, where)
             if len(samples) != 1:

@@ -68,17 +68,16 @@ class Shelf:
         """Announce samples: `groups` has each group once for each sample that will come of it."""
         self._left.update(groups)
 
-    def take(self, group: int, rollout: Rollout | None) -> None:
-        """Take a sample of a group: its rollout, or None if the sample was given up.
+    def take(self, group: int, rollouts: Sequence[Rollout]) -> None:
+        """Take the rollouts of one sample of a group; there are none if the sample was given up.
 
         Raises:
             StoreError, ValueError: what `store` raises.
         """
         parts = self._parts[group]
         self._left[group] -= 1
-        if rollout is not None:
-            parts.append(rollout)
-        elif self._whole_groups:
+        parts += rollouts
+        if not rollouts and self._whole_groups:
             self._lost.add(group)
         if not self._left[group] and group in self._lost:
             parts.clear()

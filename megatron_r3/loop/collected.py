@@ -48,8 +48,9 @@ def measured(config: Config, collection: int, ends: set[int]) -> dict[str, Any]:
     lengths = [int(one.response_N.sum()) for one in rollouts]
     # A response of the longest length is not cut if its last token is one that ends a response.
     cut = [
-        n >= config.sampler.max_tokens and int(one.tokens_N[-1]) not in ends
-        for n, one in zip(lengths, rollouts, strict=True)
+        end - first >= config.sampler.max_tokens and int(one.tokens_N[end - 1]) not in ends
+        for one in rollouts
+        for first, end in one.spans_U2.tolist()
     ]
     return {
         "version": rollouts[0].policy_version,
@@ -59,6 +60,7 @@ def measured(config: Config, collection: int, ends: set[int]) -> dict[str, Any]:
         "reward_std": float(reward_M.std()),
         "response_length": float(np.mean(lengths)),
         "length_cut": float(np.mean(cut)),
+        "turns": len(cut) / size,
         "expert_load": _loads(store, indices),
     }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -53,7 +54,8 @@ class Collector:
     def __init__(self, config: Config) -> None:
         self.config, self.directory = config, config.directory
         self.prompts = read_prompts(config.path(config.prompts.file))
-        self.reward = load_reward(config.prompts.reward, config.file.parent)
+        name, folder = config.prompts.reward, config.file.parent
+        self.reward = load_reward(name, folder, "[prompts] reward") if name else None
         self.shape = ModelShape.from_hf_config(config.path(config.policy.model))
         self.name = config.path(config.policy.model).name
         sampler = config.sampler
@@ -64,6 +66,14 @@ class Collector:
             self.sampling = sampling_for(_KIND[sampler.engine], plain)
         except ValueError as error:
             raise ConfigError(f"{config.file}: [sampler] {error}") from error
+        self._sampler: Callable[..., Any] | None = None  # makes a sampler that runs the agent
+        if config.collector.agent:
+            from megatron_r3.record.agent_sampler import sampler_of
+            from megatron_r3.record.chat_template import ChatTemplate
+
+            agent = load_reward(config.collector.agent, folder, "[collector] agent")
+            template = ChatTemplate(config.path(config.policy.model))
+            self._sampler = sampler_of(agent, template, one_rollout=True)
         self._pushed: Push | None = None
         self._version = -1  # the version of the policy that was pushed last
         self._ends = end_tokens(config.path(config.policy.model))
@@ -238,16 +248,19 @@ class Collector:
             whole_groups=True,
             check=self._examiner(policy),
         )
-        total = config.rollouts_per_collection
+        total, sampler = config.rollouts_per_collection, self._sampler
+        engine: Server
         if config.sampler.engine == "embedded":
             # one request for the whole collection, which may take long and must not be sent twice
             client = Client(config.sampler.url, 1, config.run.wait, 0, _RETRY_PAUSE_S)
-            engine: Server = BatchServer(client, self.shape, self.sampling, total)
-            concurrency = total
+            batches = BatchServer(client, self.shape, self.sampling, total)
+            engine, concurrency = batches, total
+            if sampler is not None:
+                sampler = partial(sampler, leave=batches.leave)
         else:
             engine = Server(config.sampler.engine, self._client(), self.shape, self.sampling)
             concurrency = config.sampler.concurrency
-        collect(engine, plan, concurrency, partial(_refuse_other, served))
+        collect(engine, plan, concurrency, partial(_refuse_other, served), sampler)
         self._note_collected(number, seconds=time.monotonic() - started)
 
     def _note_collected(self, number: int, **fields: float) -> None:

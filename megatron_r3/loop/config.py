@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_r3.loop.config_tables import (
+    CollectorTable,
     PolicyTable,
     PromptsTable,
     RunTable,
@@ -47,6 +48,7 @@ class Config(Table):
     sampler: SamplerTable
     prompts: PromptsTable
     trainer: TrainerTable
+    collector: CollectorTable = CollectorTable()
 
     @property
     def directory(self) -> RunDirectory:
@@ -172,6 +174,10 @@ def _refused(config: Config) -> list[tuple[bool, str]]:
     # with collection 20, which policy 16 sampled: policies 16 to 40 are needed, which are 25.
     fewest = config.run.lag + 1 + config.trainer.checkpoint_every
     return [
+        (
+            not config.prompts.reward and not config.collector.agent,
+            "[prompts] reward is missing",
+        ),
         (
             embedded and bool(sampler.shard_size),
             "[sampler] shard_size: the embedded sampler stores a collection as one shard; leave it "

@@ -116,13 +116,25 @@ class PromptsTable(Table):
             next `per_collection` prompts; after the last prompt the first one follows.
         per_collection: prompts of a collection.
         samples: samples of each prompt.
-        reward: module:function; Python looks for the module in the config's folder first.
+        reward: module:function; Python looks for the module in the config's folder first. Only
+            [collector] agent can do without.
     """
 
     file: str
     per_collection: Count
     samples: Count
-    reward: str
+    reward: str = ""
+
+
+class CollectorTable(Table):
+    """What the collector does with a prompt.
+
+    Attributes:
+        agent: module:function, an async function that takes a client and the prompt's line, and
+            returns the reward. Without it the sampler answers each prompt once.
+    """
+
+    agent: str = ""
 
 
 class TrainerTable(Table):

@@ -84,7 +84,7 @@ class EmbeddedSampler:
         """The responses to the prompts of a request in order, or the response to its only prompt.
 
         A single response comes back if `input_ids` is a list of ids and not a list of lists. All
-        prompts of the same length run as one batch.
+        prompts of the same length run as one batch, if they are to be sampled in the same way.
 
         Raises:
             EngineError: the request cannot be answered.
@@ -100,21 +100,19 @@ class EmbeddedSampler:
                 SampleRequest(ids, one.get("sampling_seed"), f"prompt {i}")
                 for i, (ids, one) in enumerate(zip(prompts, params, strict=True))
             ]
-            self._engine.sampling = sampling = _sampling(params)
             wants_prompt = body.get("logprob_start_len") == 0
-            # Of a run's requests only a probe's have such fields: it must see the weights alone.
-            exact = wants_prompt or sampling.temperature == 0
-            by_length: defaultdict[int, list[int]] = defaultdict(list)
-            for index, ids in enumerate(prompts):
-                by_length[len(ids)].append(index)
-            answers: dict[int, Answer] = {}
-            for _, members in sorted(by_length.items()):
+            batches: defaultdict[tuple[int, Sampling], list[int]] = defaultdict(list)
+            for index, (ids, one) in enumerate(zip(prompts, params, strict=True)):
+                batches[len(ids), _sampling(one)].append(index)
+            responses: list[Any] = [None] * len(prompts)
+            for (length, sampling), members in sorted(batches.items(), key=lambda item: item[0][0]):
+                # Only the requests of a probe are like this: they must see the weights alone.
+                exact = wants_prompt or sampling.temperature == 0
                 self._begin(requests[members[0]].seed, exact)
+                self._engine.sampling = sampling
                 batch = self._engine.answers([requests[i] for i in members])
-                answers |= dict(zip(members, batch, strict=True))
-            responses = [
-                self._response(answers[i], len(ids), sampling) for i, ids in enumerate(prompts)
-            ]
+                for i, answer in zip(members, batch, strict=True):
+                    responses[i] = self._response(answer, length, sampling)
             if wants_prompt:
                 for ids, response in zip(prompts, responses, strict=True):
                     response["meta_info"]["input_token_logprobs"] = self._of_prompt(ids)
@@ -178,18 +176,11 @@ _DEFAULTS = {"max_new_tokens": 128, "temperature": 1.0, "top_p": 1.0, "top_k": -
 _FIXED = {"min_p": 0.0, "n": 1}
 
 
-def _sampling(params: list[Mapping[str, Any]]) -> Sampling:
-    """The sampling parameters that all prompts of a request share; only the seeds may differ."""
-    first, *others = ({**_DEFAULTS, **one, "sampling_seed": None} for one in params)
-    if any(one != first for one in others):
-        raise EngineError("sampling_params: only sampling_seed may differ between the prompts")
-    if (
-        unknown := first.keys()
-        - _DEFAULTS.keys()
-        - _FIXED.keys()
-        - PLAIN.keys()
-        - {"sampling_seed"}
-    ):
+def _sampling(params: Mapping[str, Any]) -> Sampling:
+    """How to sample a prompt, of the sampling parameters of a request."""
+    first = {**_DEFAULTS, **params}
+    known = {*_DEFAULTS, *_FIXED, *PLAIN, "sampling_seed"}
+    if unknown := first.keys() - known:
         raise EngineError(
             f"sampling_params: {min(unknown)!r} is not supported by the embedded sampler"
         )

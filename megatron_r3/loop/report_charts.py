@@ -51,6 +51,8 @@ PARTS = {
             "Mean tokens. Healthy: no jumps. A rise to the limit without reward is a warning."),
         Chart("Responses cut at the longest length", "collected: length_cut", "percent",
             "Share of responses that max_tokens cut off. Healthy: low, and not rising."),
+        Chart("Turns of a rollout", "collected: turns", "",
+            "Mean number of responses of an agent's session; 1 without an agent."),
         Chart("Learning rate", "update/learning rate", "",
             "As Megatron logs it. With smaller steps the policy drifts less within a collection."),
         Chart("Gradient norm", "update/gradient norm", "",

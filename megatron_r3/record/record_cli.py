@@ -8,7 +8,7 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from megatron_r3.collect.rollouts_cli import COLLECT, number
+from megatron_r3.collect.rollouts_cli import COLLECT, number, run_collect
 
 if TYPE_CHECKING:
     from megatron_r3.collect.prompt_plan import Model, Sampling
@@ -25,6 +25,7 @@ _AS_COLLECT = (
 
 def add_record(commands: Any) -> None:
     """Register `rollouts record`; `commands` are those of `rollouts`."""
+    _add_agents(commands.choices["collect"])
     rows = {name: (text, given) for name, text, given in COLLECT[1:]}
     summary = (
         "serve the OpenAI API in front of an engine, and record what agents ask and get: each "
@@ -53,6 +54,41 @@ def add_record(commands: Any) -> None:
         "in all of them (default: once)")  # fmt: skip
     for option in _AS_COLLECT:
         add(option, help=rows[option][0], **rows[option][1])
+
+
+def _add_agents(collect: argparse.ArgumentParser) -> None:
+    """Give `rollouts collect` the options that run agents."""
+    collect.set_defaults(run=_run_collect)
+    collect.add_argument("--agent", metavar="MODULE:FUNCTION",
+        help="async function that takes an AsyncOpenAI client and the prompt's line, talks to the "
+        "model as long as it likes, and returns the reward")  # fmt: skip
+    collect.add_argument("--environment", metavar="verifiers:NAME",
+        help="run the rollouts of this environment of the library verifiers; its dataset takes the "
+        "place of --prompts")  # fmt: skip
+
+
+def _run_collect(args: argparse.Namespace) -> int:
+    if not args.agent and not args.environment:
+        return run_collect(args)
+    if args.engine == "transformers":
+        raise ValueError("agents ask a server: give --engine vllm, sglang or megatron")
+    if args.agent and args.environment:
+        raise ValueError("--agent and --environment: give one of the two")
+
+    def plan() -> Any:
+        from megatron_r3.collect.reward import load_reward
+        from megatron_r3.record.agent_sampler import sampler_of
+        from megatron_r3.record.chat_template import ChatTemplate
+        from megatron_r3.record.environment import load_environment
+
+        prompts = None
+        if args.environment:
+            agent, prompts = load_environment(args.environment)
+        else:
+            agent = load_reward(args.agent, option="--agent")
+        return sampler_of(agent, ChatTemplate(args.model)), prompts
+
+    return run_collect(args, plan)
 
 
 def run_record(args: argparse.Namespace) -> int:
@@ -84,27 +120,26 @@ async def _record(
     from megatron_r3.collect.signals import Interrupted, noting
     from megatron_r3.record.chat_template import ChatTemplate
     from megatron_r3.record.record_server import make_app, open_port, serve_app
-    from megatron_r3.record.recorder import Recorder
+    from megatron_r3.record.recorder import recording
 
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    recorder = Recorder(
-        engine=engine,
-        template=ChatTemplate(args.model),
-        model=model,
-        sampling=sampling,
-        out=args.out,
-        policy_version=args.policy_version,
-        reward=reward,
-        most_sessions=args.sessions,
-        idle_s=args.session_timeout,
-        all_turns=args.train_shared == "all",
-        say=say,
-    )
     listening = open_port(args.host, args.port)
     with noting() as stop:
-        async with recorder.running():
+        async with recording(
+            engine=engine,
+            template=ChatTemplate(args.model),
+            model=model,
+            sampling=sampling,
+            out=args.out,
+            policy_version=args.policy_version,
+            reward=reward,
+            most_sessions=args.sessions,
+            idle_s=args.session_timeout,
+            all_turns=args.train_shared == "all",
+            say=say,
+        ) as recorder:
             host, port = listening.getsockname()[:2]
             print(f"recording at http://{host}:{port}/v1 into {args.out}", flush=True)
             app = make_app(recorder, sampling, args.engine, model.name)

@@ -23,7 +23,8 @@ from megatron_r3.data.engines.shape import EngineError
 from megatron_r3.data.store import StoreError
 from megatron_r3.data.untrusted import read_json
 from megatron_r3.record.openai_form import answer_of, events_of, read_question, refusal_of
-from megatron_r3.record.recorder import Busy, NoSession, Recorder
+from megatron_r3.record.recorder import Recorder
+from megatron_r3.record.sessions import Busy, NoSession, Sessions
 from megatron_r3.replay.words import one_line
 
 try:
@@ -51,29 +52,27 @@ def open_port(host: str, port: int) -> socket.socket:
         raise ValueError(f"--host {host} --port {port}: cannot listen there ({error})") from error
 
 
-async def serve_app(recorder: Recorder, app: Quart, listening: socket.socket) -> None:
-    """Serve until the recorder has failed; raises the recorder's error."""
+async def serve_app(sessions: Sessions, app: Quart, listening: socket.socket) -> None:
+    """Serve until no response may be recorded any more; raises the error that is the reason."""
     config = Config()
     config.bind = [f"fd://{listening.detach()}"]  # the server closes it
     config.loglevel = "WARNING"
     config.accesslog = None  # a line would show the session's name
-    failed = recorder.failed
-    assert failed is not None, "the recorder must be running"
 
     async def wait() -> None:
-        while not failed.done():
-            await asyncio.wait([failed])
+        while not sessions.failed.done():
+            await asyncio.wait([sessions.failed])
 
     await serve(app, config, shutdown_trigger=wait)
-    failed.result()
+    sessions.failed.result()
 
 
-def make_app(recorder: Recorder, sampling: Sampling, engine: str, model: str) -> Quart:
+def make_app(sessions: Sessions, sampling: Sampling, engine: str, model: str) -> Quart:
     """The ASGI application.
 
     Args:
-        recorder: answers; it must be running.
-        sampling: how the recorder samples.
+        sessions: answers; only those of a recorder are ended by requests.
+        sampling: how each response is sampled.
         engine: the engine's name.
         model: the name under which the model is listed.
     """
@@ -85,7 +84,7 @@ def make_app(recorder: Recorder, sampling: Sampling, engine: str, model: str) ->
             question = read_question(await _body(), is_chat, sampling, engine)
         except EngineError as error:  # the fault is the client's, not the engine's
             raise ValueError(str(error)) from error
-        turns, prompt_ids = await recorder.answer(_session(name), question)
+        turns, prompt_ids = await sessions.answer(_session(name), question)
         answer = answer_of(turns, prompt_ids, question, model)
         if not question.stream:
             return _json(answer)
@@ -103,6 +102,33 @@ def make_app(recorder: Recorder, sampling: Sampling, engine: str, model: str) ->
     async def completion(name: str | None = None) -> Response:
         return await complete(False, name)
 
+    @app.get("/v1/models")
+    @app.get("/v1/sessions/<name>/models")
+    async def models(name: str | None = None) -> Response:
+        return _json({"object": "list", "data": [{"id": model, "object": "model"}]})
+
+    @app.get("/health")
+    async def health() -> Response:
+        return _json({"service": "megatron-r3 rollouts record"})
+
+    if isinstance(sessions, Recorder):
+        _add_ends(app, sessions)
+
+    @app.errorhandler(Exception)
+    async def refuse(error: Exception) -> Response:
+        status = next((number for kind, number in _STATUS if isinstance(error, kind)), 500)
+        if isinstance(error, NoAnswer) and error.status is not None and error.status < 500:
+            status = 400  # the engine refused this request, for example because it is too long
+        status = getattr(error, "code", None) or status  # an error of the web server: 404, 405, 413
+        answer = _json(refusal_of(one_line(str(error), 1000), status), status)
+        if status == 429:
+            answer.headers["Retry-After"] = "1"
+        return answer
+
+    return app
+
+
+def _add_ends(app: Quart, recorder: Recorder) -> None:
     @app.post("/v1/sessions/<name>/reward")
     @app.post("/v1/reward")
     async def reward(name: str | None = None) -> Response:
@@ -117,28 +143,6 @@ def make_app(recorder: Recorder, sampling: Sampling, engine: str, model: str) ->
     async def discard(name: str | None = None) -> Response:
         recorder.discard(_session(name))
         return _json({"stored": 0})
-
-    @app.get("/v1/models")
-    @app.get("/v1/sessions/<name>/models")
-    async def models(name: str | None = None) -> Response:
-        return _json({"object": "list", "data": [{"id": model, "object": "model"}]})
-
-    @app.get("/health")
-    async def health() -> Response:
-        return _json({"service": "megatron-r3 rollouts record"})
-
-    @app.errorhandler(Exception)
-    async def refuse(error: Exception) -> Response:
-        status = next((number for kind, number in _STATUS if isinstance(error, kind)), 500)
-        if isinstance(error, NoAnswer) and error.status is not None and error.status < 500:
-            status = 400  # the engine refused this request, for example because it is too long
-        status = getattr(error, "code", None) or status  # an error of the web server: 404, 405, 413
-        answer = _json(refusal_of(one_line(str(error), 1000), status), status)
-        if status == 429:
-            answer.headers["Retry-After"] = "1"
-        return answer
-
-    return app
 
 
 # The status of each kind of error; the first that fits counts. Clients repeat a request after 429,

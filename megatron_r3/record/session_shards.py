@@ -56,14 +56,11 @@ class SessionShards:
         """How many rollouts were written."""
         return self._shelf.stored
 
-    async def store(
-        self, rollouts: Sequence[Rollout], rewards: Sequence[float], first_ids: list[int]
-    ) -> None:
+    async def store(self, rollouts: Sequence[Rollout], first_ids: list[int]) -> None:
         """Return once the rollouts of a session are in the store.
 
         Args:
-            rollouts: what the session's responses became.
-            rewards: the reward of each rollout.
+            rollouts: what the session's responses became, with their rewards.
             first_ids: the ids of the session's first request.
 
         Raises:
@@ -73,12 +70,11 @@ class SessionShards:
         named = [
             replace(
                 rollout,
-                reward=reward,
                 group=digest,
                 prompt_digest=digest,
                 policy_version=self._policy_version,
             )
-            for rollout, reward in zip(rollouts, rewards, strict=True)
+            for rollout in rollouts
         ]
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((named, future))

@@ -119,7 +119,7 @@ def test_a_start_that_is_off_by_one_is_refused(served, model, tmp_path):
             first = await one.ask([{"role": "user", "content": "a"}], max_tokens=8)
             messages = [{"role": "user", "content": "a"}, first, {"role": "user", "content": "b"}]
             await one.ask(messages, max_tokens=8)
-            session: Session = one.recorder._open["id:s"].session
+            session: Session = one.recorder.open["id:s"].session
             second: Turn = session.turns[1]
             rows = second.increment.routes
             late = Routes.from_array(rows.ids_LTK[:, 1:], rows.num_experts)

@@ -14,6 +14,7 @@ from megatron_r3.collect.server import Server
 from megatron_r3.record.chat_template import ChatTemplate
 from megatron_r3.record.record_server import make_app
 from megatron_r3.record.recorder import Recorder
+from megatron_r3.record.recorder import recording as recording_of
 
 
 @dataclass
@@ -75,7 +76,6 @@ async def recording(
         "all_turns": False,
         "say": said.append,
     }
-    recorder = Recorder(**{**settings, **given})
-    async with recorder.running():
+    async with recording_of(**{**settings, **given}) as recorder:
         app = make_app(recorder, sampling, engine, "hf")
         yield Recording(app.test_client(), recorder, store, said)

@@ -43,7 +43,8 @@ FLOORS = [
     line.split()
     for line in """
     cli
-    loop record
+    loop
+    record
     collect frameworks rl patching
     balance weights cpu
     seams

@@ -16,7 +16,7 @@ def groups(tmp_path, whole_groups, lost):
     for group in range(2):
         for sample in range(2):
             one = make_rollout(6, group=group, sample=sample)
-            shelf.take(group, None if (group, sample) == lost else one)
+            shelf.take(group, [] if (group, sample) == lost else [one])
     shelf.store()
     store = RolloutStore([tmp_path / "store"])
     return [(r.group, r.sample) for r in map(store.rollout, range(len(store)))]
