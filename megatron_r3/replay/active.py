@@ -8,10 +8,14 @@ runs, in any order, and on any thread.
 Without an active microbatch every router is live. So an evaluation, a reference model or a critic
 never replays by accident. An exception ends the block too, so no routes stay active after it.
 
-A block ends with an error if no router took, compared or recorded anything in it. There is no error
-for `replaying(None)`, which is live on purpose; for a model chunk without MoE layers (a dense stage
-of a pipeline) and without routes; for a schedule that runs the layers after the block; and in the
-mode OBSERVE if the routers have hooks, because a live sinkhorn router does not call its hook.
+A block ends with an error if no forward pass ran in it, or if no router took, compared or recorded
+anything. There is no error
+
+- for `replaying(None)`, which is live on purpose;
+- for a schedule that runs the layers after the block;
+- if no routes were given, and the model chunk has no router that replays (a dense pipeline stage);
+- in the mode OBSERVE, if no routes were given, or if the routers have hooks (seams/router.py): a
+  live sinkhorn router has no top-k, and so never calls its hook.
 """
 
 from __future__ import annotations
@@ -270,7 +274,10 @@ def end(model: torch.nn.Module) -> None:
     begun.detach()
     begun.forward_pass.is_open = False
     if not begun.has_run:
-        raise ReplayError("the model did not run, or raised, between begin and end")
+        raise ReplayError(
+            "the model did not run, or raised, between begin and end: call the model after begin, "
+            "and end after the model has returned"
+        )
     _raise_if_untaken(begun.forward_pass)
 
 

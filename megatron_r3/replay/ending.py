@@ -71,6 +71,9 @@ def refuse_unpatched(argv: Sequence[str]) -> None:
     """End the process if one of our options is given to a Megatron-LM without the patches.
 
     Megatron itself would say "unrecognized arguments", below 1,300 lines of usage.
+
+    Raises:
+        SystemExit: status 1, after one line that says what to type.
     """
     given = [word.partition("=")[0] for word in argv if word.startswith(_OURS)]
     if given and (why := why_unpatched()):

@@ -55,7 +55,8 @@ class RouteArrays:
 
     Raises:
         RoutesError: ids that no router can take; the message names layer and token.
-        ValueError: `moe_layers` that no model has, or not as many of them as the array has layers.
+        ValueError: `moe_layers` is empty, not ascending or has a number below 0; or its length is
+            not that of the first axis of `ids_LTK`.
     """
 
     def __init__(
@@ -72,7 +73,8 @@ class RouteArrays:
         if len(self.info.moe_layers) != self._routes.num_layers:
             raise ValueError(
                 f"routes of {self._routes.num_layers} layers were given for the "
-                f"{len(self.info.moe_layers)} MoE layers {list(self.info.moe_layers)}"
+                f"{len(self.info.moe_layers)} MoE layers {list(self.info.moe_layers)}; both "
+                "numbers must be equal"
             )
 
     def routes(
@@ -171,7 +173,7 @@ class HostRoutes:
 def read_routes(
     source: RouteSource, rows_T: Tensor, layer_numbers: list[int], mean_tokens: float | None
 ) -> HostRoutes:
-    """Read the routes that one rank needs for one micro-batch: of its layers and its tokens.
+    """Read the routes of one micro-batch for one rank: those of the rank's layers and tokens.
 
     Args:
         source: a rollout store, or arrays.
@@ -180,7 +182,8 @@ def read_routes(
         mean_tokens: see HostRoutes.
 
     Raises:
-        ValueError: the source returned ids of another dtype.
+        ValueError: the source has no routes of a layer, or its ids have another dtype than
+            `id_dtype` says.
     """
     trace = [source.info.moe_layers.index(number - 1) for number in layer_numbers]
     routes = HostRoutes.empty(len(trace), rows_T.numpy(), source.info, mean_tokens)

@@ -57,7 +57,7 @@ def local_moe_layers(model: torch.nn.Module) -> dict[int, BaseMoELayer]:
 
 
 def layers_with_gradients(model: torch.nn.Module) -> frozenset[int]:
-    """The MoE layers of a model chunk whose router has gradients on in a step's forward pass.
+    """Which MoE layers of a model chunk route with gradients on in a step's forward pass.
 
     The router of a recomputed layer has gradients on only in the recompute. Megatron recomputes
     (megatron/core/transformer/transformer_block.py and moe/moe_layer.py) all layers ("uniform"),

@@ -315,8 +315,8 @@ class MicrobatchRoutes:
         num_tokens, num_experts = shape_TE
         if layer_number not in self.ids:
             raise ReplayError(
-                f"layer {layer_number} has no routes in the active microbatch; it has layers "
-                f"{sorted(self.ids)}"
+                f"layer {layer_number} has no routes in the active microbatch, only the layers "
+                f"{sorted(self.ids)} have: give routes of every MoE layer of the model chunk"
             )
         if self.ids[layer_number].shape != (num_tokens, topk):
             raise ReplayError(self._other_shape(layer_number, num_tokens, topk))
@@ -326,9 +326,9 @@ class MicrobatchRoutes:
         number = _number(active)
         if self.chooses and self._first_pass.get(layer_number, number) != number:
             raise ReplayError(
-                f"layer {layer_number} took these routes in an earlier forward pass, whose choice "
-                "for tokens without a recorded route would be repeated, and whose mismatch would "
-                "be reported: give the next forward pass `microbatch.fresh()`"
+                f"layer {layer_number} took these routes in an earlier forward pass. This pass "
+                "would repeat that pass's choice for tokens without a recorded route, and report "
+                "that pass's mismatch: give each forward pass a `microbatch.fresh()` of its own"
             )
         if not self.checked and self._wrong_LT is None:
             self._check_ids(num_experts)
@@ -372,7 +372,8 @@ class MicrobatchRoutes:
         if len({ids_TK.shape for ids_TK in self.ids.values()}) > 1:
             shapes = {layer: tuple(ids_TK.shape) for layer, ids_TK in self.ids.items()}
             raise ReplayError(
-                f"the layers of one microbatch have routes of different shapes: {shapes}"
+                f"the layers of one microbatch have routes of different shapes: {shapes}; expected "
+                "one shape [T, K] for all layers"
             )
         ids_LTK = torch.stack([ids_TK.to(torch.int32) for ids_TK in self.ids.values()])
         # in a sorted row equal ids are neighbours, and if an id is out of range, an end id is too

@@ -1,4 +1,4 @@
-"""The routes of one model chunk for given row ids: of its layers and this rank's tokens.
+"""From row ids to the routes of one model chunk: those of its MoE layers, for this rank's tokens.
 
 Shape suffixes (docs/glossary.md): B, S, T.
 """
@@ -123,7 +123,7 @@ class ModelRoutes:
     ) -> HostRoutes:
         """Read the routes of these rows in this chunk's layers, on the host.
 
-        Args and errors are those of `microbatch`.
+        Arguments and errors are those of `microbatch`.
         """
         if rows_BS.device.type != "cpu" or rows_BS.dtype != torch.int64 or rows_BS.dim() != 2:
             raise ValueError(
@@ -174,7 +174,7 @@ class ModelRoutes:
         if ours != theirs:
             raise ValueError(
                 f"routes of top-{theirs[1]} of {theirs[0]} experts; this model has "
-                f"top-{ours[1]} of {ours[0]}"
+                f"top-{ours[1]} of {ours[0]}: give routes that a model of this shape sampled"
             )
         missing = [n for n in self.layer_numbers if n - 1 not in info.moe_layers]
         if missing:

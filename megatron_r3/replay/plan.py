@@ -23,7 +23,7 @@ from torch import Tensor
 
 
 class PlanError(RuntimeError):
-    """A plan that contradicts itself; the message names layer and rank."""
+    """A plan that contradicts itself or the routing map; the message names layer and rank."""
 
 
 @dataclass(frozen=True)
@@ -150,5 +150,5 @@ def check_totals(totals_RL: np.ndarray, layer_numbers: list[int]) -> None:
         raise PlanError(
             f"dispatch plan: rank {rank} of the expert group sends {totals_RL[rank, index]} "
             f"(token, expert) pairs in layer {layer_numbers[index]}, and "
-            f"{totals_RL[rank, 0]} in layer {layer_numbers[0]}"
+            f"{totals_RL[rank, 0]} in layer {layer_numbers[0]}; all layers must have equally many"
         )

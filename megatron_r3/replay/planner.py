@@ -1,4 +1,4 @@
-"""The dispatch plan of a model chunk: counts of its routes, exchanged among its expert ranks.
+"""The dispatch plan of a model chunk: the ranks that share its experts exchange token counts.
 
 Shape suffixes (docs/glossary.md): E, K, L, T.
 """

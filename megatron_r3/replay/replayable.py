@@ -147,11 +147,11 @@ def refusals(config: Any, upstream: Any = None) -> list[str]:
 
 
 def modules_without_router(config: Any) -> list[str] | None:
-    """What graphs of Transformer Engine may still capture where a graph captures the router.
+    """The modules that CUDA graphs may still capture once they leave the router out.
 
-    None means that no graph captures the router. An empty list means that the graphs capture
-    nothing but the router. Example: `["attn"]` in place of the modules attn, moe_router and
-    moe_preprocess, or of a whole layer, which is an empty list in the config.
+    None means that no graph of this config captures the router. An empty list means that the graphs
+    capture nothing but the router. Example: `["attn"]` for the modules attn, moe_router and
+    moe_preprocess, and for a whole layer, which the config writes as an empty list.
 
     Args:
         config: as in `refusals`.

@@ -262,7 +262,8 @@ class Routes:
         recorded_T = np.array(recorded_T, bool)
         if ids_LTK.ndim == 3 and recorded_T.shape != ids_LTK.shape[1:2]:
             raise RoutesError(
-                f"{where}: {recorded_T.shape[0]} recorded bits for {ids_LTK.shape[1]} rows"
+                f"{where}: {recorded_T.shape[0]} recorded bits for {ids_LTK.shape[1]} rows; "
+                "expected one bit for each row"
             )
         origin = Origin(token=first_token)
         _check_range(ids_LTK, num_experts, recorded_T, where, origin)
@@ -283,7 +284,7 @@ class Routes:
 
     @property
     def num_rows(self) -> int:
-        """How many rows, T. A whole rollout has one row less than tokens: the last has no route."""
+        """How many rows, T. A whole rollout has a row for each token but the last."""
         return self.ids_LTK.shape[1]
 
     @property

@@ -145,7 +145,9 @@ def _check_ids(ids_TK: Tensor, num_tokens: int, num_experts: int) -> None:
             f"ids_TK: 1 to {most} ids in each row (of {num_experts} experts), not {ids_TK.shape[1]}"
         )
     if num_experts - 1 > torch.iinfo(ids_TK.dtype).max:
-        raise ValueError(f"ids_TK: {ids_TK.dtype} cannot name all of {num_experts} experts")
+        raise ValueError(
+            f"ids_TK: {ids_TK.dtype} cannot name all of {num_experts} experts; give int16 or wider"
+        )
 
 
 def _describe(tensor: Tensor) -> str:

@@ -36,7 +36,7 @@ def rows(num_tokens, BLOCK_T: tl.constexpr):
 
 @triton.jit
 def experts(in_T, E: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr):
-    """The expert of each element of a tile `[1, W, BITS]`; which elements exist `[T, W, BITS]`.
+    """Two tiles: the expert of each element, `[1, W, BITS]`; which elements exist, `[T, W, BITS]`.
 
     Example: 40 experts are in 2 words of 32; in the second only the bits 0 to 7 exist.
     """

@@ -148,7 +148,7 @@ class LaunchConstants(NamedTuple):
 
 @lru_cache
 def launch_constants(num_experts: int, topk: int, options: GateOptions) -> LaunchConstants:
-    """What the kernels of a router are launched with, behind the number of tokens.
+    """The arguments after the number of tokens, with which a router's kernels are launched.
 
     Example: 384 experts need 16 words (12, padded to a power of two). A program has
     1024 / (32 x 16) = 2 rows, and 1000 rows need a grid of 500 programs.
