@@ -1,1 +1,1 @@
-"""R3 itself: the active micro-batch, its routes, a rank's layers and tokens, the dispatch plan."""
+"""R3 itself: the active micro-batch, its routes, the dispatch plan, the replayed gate."""

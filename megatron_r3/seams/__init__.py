@@ -1,1 +1,1 @@
-"""What the patches of Megatron-LM call; each docstring names the patch (docs/how-it-works.md)."""
+"""What the patches of Megatron-LM call; each file names its patch (docs/how-it-works.md)."""

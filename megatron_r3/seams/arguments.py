@@ -70,8 +70,8 @@ def check_args(args: Any) -> None:
 def _give_yarn_to_latent_attention(args: Any) -> None:
     """Have MLA take `--yarn-beta-fast` and so on, which Megatron gives to other attention only.
 
-    Each field of an MLATransformerConfig is the argument with the field's name, and Megatron has no
-    option for the arguments beta_fast and so on.
+    Megatron fills each field of an MLATransformerConfig from the argument with the field's name,
+    such as `beta_fast`, and has no option that sets this argument.
     """
     if getattr(args, "multi_latent_attention", False):
         for name, default in LATENT_YARN.items():

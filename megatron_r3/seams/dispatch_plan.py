@@ -130,5 +130,6 @@ class PlanHook:
                 raise PlanError(
                     f"dispatch plan: layer {self.router.layer_number}, rank "
                     f"{torch.distributed.get_rank()}: {name} is {in_plan.tolist()} in the plan, "
-                    f"{in_map.tolist()} in the routing map"
+                    f"{in_map.tolist()} in the routing map; both must be equal. Turn "
+                    "moe_router_replay_dispatch_plan off, and report this"
                 )

@@ -25,7 +25,7 @@ _OF_GUESTS = "moe_router_replay_guest_"
 def prepare_config(config: Any, was_made: bool = False) -> None:
     """Check a config, settle its fusion options, and have recomputes bound to their micro-batch.
 
-    A config that asks for it has its router taken out of its CUDA graphs before the check.
+    With moe_router_replay="graphs_without_router" the router is taken out of the CUDA graphs first.
 
     `__post_init__` of the config calls this function, and so does each router that is made with the
     config, because a framework may have set `moe_router_replay` after the config was made. A second
@@ -85,7 +85,8 @@ def take_router_out_of_graphs(config: Any, was_made: bool = False) -> None:
         changed = _recapture(config, kept)
     except AssertionError as error:
         raise ValueError(
-            f"{asked}: Megatron refuses graphs of transformer_engine with {kept}: {error}"
+            f"{asked}: Megatron refuses graphs of transformer_engine with {kept}; give "
+            f"cuda_graph_impl='none', or other graphs. Megatron says: {error}"
         ) from error
     _warn_once(f"{asked}: {', '.join(changed)}")
 
@@ -120,7 +121,7 @@ def _recapture(config: Any, modules: list[str]) -> list[str]:
 
 
 def _names(value: Any) -> Any:
-    """A field's value in words: members of an enum by their names, and no modules as layers."""
+    """A field's value in words: an enum's member by its name, an empty list as "whole layers"."""
     if isinstance(value, list):
         return "+".join(_names(one) for one in value) or "whole layers"
     return getattr(value, "name", value)

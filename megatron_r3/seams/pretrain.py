@@ -97,7 +97,7 @@ def _reference(options: RolloutOptions, args: Any) -> Reference | None:
 
 
 def begin_step(models: list[Any]) -> None:
-    """Get what a step needs of the old policy, before the step's forward passes.
+    """Call the hooks, and run the passes that a step needs, before the step's forward passes.
 
     Args:
         models: this rank's model chunks, as `train_step` has them.
@@ -151,7 +151,7 @@ def _announce(options: RolloutOptions, store: RolloutStore) -> None:
         f"> rollouts: {len(store)} from {store.info.engine} {store.info.engine_version}, "
         f"{store.recorded_share():.2%} of their tokens with recorded routes, "
         + ("replaying them" if options.replay else "routing live, not replaying")
-        + ("" if any(store.info.policy) else "; not stamped: any policy may have sampled"),
+        + ("" if any(store.info.policy) else "; the store does not say which policy sampled"),
         flush=True,
     )
     for line in warnings(options, store):

@@ -154,7 +154,7 @@ class RouterHook:
         """Probabilities and routing map `[T, E]` of a replayed layer, from one kernel.
 
         Returns:
-            None where the kernel cannot do it: nothing is replayed now, there is no Triton or
+            None where the kernel cannot compute them: nothing is replayed, there is no Triton or
             CUDA, the router is in float64 or larger than the kernel's limits, or the router is
             group-limited and the microbatch has tokens that choose live or are compared. The result
             is None in all passes of a layer or in none, so that a recompute rounds as its forward
@@ -196,7 +196,7 @@ def make_hooks(router: Any, recorder: Any = None) -> tuple[RouterHook, RouterLoa
 
 
 def begin_pass(router: Any, given_T: Tensor | None) -> Tensor | None:
-    """Refuse a router that cannot replay any more, and return the padding mask of this pass.
+    """Refuse a router that cannot replay as its config asks; return the pass's padding mask.
 
     Raises:
         ReplayError: an option of replay was not set yet when the router was made, or slime's own
@@ -269,7 +269,7 @@ class RouterLoad:
 
         Args:
             local: the rank's own count, used where the microbatch does not know the mean. An int
-                has the padding in it, which is subtracted here; a tensor has not.
+                counts padding too, which is subtracted here; a tensor does not count padding.
         """
         microbatch = active_microbatch()
         if microbatch is None:

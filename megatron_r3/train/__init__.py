@@ -1,1 +1,1 @@
-"""Training on rollouts: what is checked before an update, and what a checkpoint remembers."""
+"""Training on rollouts: options, samples, losses, the step and its checks, metrics, resume."""

@@ -67,8 +67,8 @@ class RolloutDataset(torch.utils.data.Dataset):
         - `tokens`, `labels` (tokens t and t + 1), `position_ids`, `rows`
         - `document`: the number of the rollout in the sample
         - `source`: whose routes token t takes, an index of `SOURCES`
-        - `turn`: to which turn token t + 1 belongs, from 0 on; -1 for a token that none sampled
-        - `version`: which policy version sampled token t + 1; -1 for a token that none sampled
+        - `turn`: to which turn token t + 1 belongs, from 0 on; -1 if token t + 1 was not sampled
+        - `version`: which policy version sampled token t + 1; -1 if token t + 1 was not sampled
 
         Of length `seq_length`, float32, about token t + 1:
         - `loss_mask`, `sampled_logprobs`, `advantages`
@@ -123,7 +123,8 @@ class RolloutDataset(torch.utils.data.Dataset):
         """The fields of one sample: these rollouts one after the other, padded to `lengths`.
 
         Args:
-            lengths: of each rollout with its padding; a last length may be of padding alone.
+            lengths: the length of each rollout with its padding. One more length may follow, that
+                of a document of padding alone.
             sample: the number of the sample in the store.
         """
         documents = [self._document(rollout, sample) for rollout in rollouts]
@@ -222,9 +223,9 @@ class FollowedRollouts(RolloutDataset):
         return self._sample([sample], [self.use.seq_length], sample)
 
     def rollouts_of(self, samples: range) -> list[int]:
-        """The indices of these samples' rollouts, which are the samples' numbers, after a wait.
+        """Wait for the rollouts of these samples, and return their indices: the samples' numbers.
 
-        The wait is for rollouts that other ranks use, whose shards this rank may not have seen yet.
+        Other ranks use some of these rollouts, so this rank may not have seen their shards yet.
 
         Raises:
             StoreError: a rollout does not come in time, or a new shard cannot be used.

@@ -26,7 +26,7 @@ from megatron_r3.train.progress import MegatronProgress
 
 
 def policy_name(info: StoreInfo) -> str:
-    """16 hex digits for the policy that sampled; empty if the store has no stamp."""
+    """16 hex digits for the policy that sampled; empty if the store says nothing about it."""
     if not any(info.policy):
         return ""
     return short_digest(repr(info.policy))
@@ -56,9 +56,9 @@ class Ledger:
             A notice for the user; empty if there is none.
 
         Raises:
-            StoreError: the store has lost or changed a shard since the checkpoint, sample numbers
-                now name other rollouts, or the training has updated the policy that sampled the
-                store.
+            StoreError: the store has lost or changed a shard since the checkpoint; sample numbers
+                now name other rollouts; fewer samples are counted than when the store was begun; or
+                the training has updated the policy that sampled the store.
         """
         consumed = self.progress.consumed_samples
         remembered = self.progress.remembered() if consumed else []

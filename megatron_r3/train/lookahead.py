@@ -60,8 +60,8 @@ class Preparer:
         store: the rollouts.
         layout: which tokens of a batch this rank holds.
         routes: reads and plans the chunk's routes; None where no layer replays or is compared.
-        old: the record of the old policy's routes, for tokens that take these routes. None if there
-            is no pass of the old policy: with one update on a collection these tokens route live.
+        old: the record of the old policy's routes, for tokens that take these routes. None if no
+            pass of the old policy runs; such tokens then route live.
         reads_kept: whether the chunk's loss needs the kept sets.
         replays: whether routers take routes; else routers are live, and only compared with routes.
     """

@@ -38,7 +38,9 @@ _PLACES = MOST_POSITIONS + MOST_TURNS + MOST_LAGS
 
 @dataclass(frozen=True)
 class Places:
-    """By what the tokens of a micro-batch are told apart, on the host, in the order of the router.
+    """Where each token of a micro-batch stands, on the host, in the order of the router.
+
+    The mismatch is counted by each of these three.
 
     Attributes:
         position_T: the token's position in its rollout.

@@ -27,7 +27,10 @@ from megatron_r3.train.refuse import refuse
 
 
 class OldPass(CollectionPass):
-    """Runs the pass at the start of a collection; in a resumed training it may read the record."""
+    """Runs the pass at the start of each collection.
+
+    A training that is resumed inside a collection reads the record of that pass from files instead.
+    """
 
     def __init__(self, options: RolloutOptions, store: RolloutStore, ledger: Ledger) -> None:
         super().__init__(options)

@@ -257,7 +257,9 @@ def _tensors_of(file: Path, about: dict[str, str], number: str) -> dict[str, np.
                 )
             return {name: held.get_tensor(name) for name in held.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise StoreError(f"{file}: cannot be read: {error}") from error
+        raise StoreError(
+            f"{file}: cannot be read: {error}: bring the file back, or begin anew with --finetune"
+        ) from error
 
 
 def collection_folder(directory: str | Path, began_at: int) -> Path:

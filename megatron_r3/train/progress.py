@@ -1,7 +1,7 @@
 """How far a training is, and what its checkpoint remembers of the rollouts that it has used.
 
 Megatron counts `curr_iteration` and `consumed_train_samples` in its arguments while it trains, and
-saves its arguments in every checkpoint. What is to be remembered is put into them too.
+saves its arguments in every checkpoint. The entries of the ledger are put into these arguments.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class Schedule:
         return Place(collection, *divmod(inside, self.mini_steps))
 
     def in_store(self, sample: int) -> int:
-        """The number in the store of sample number `sample` of the training."""
+        """Which sample of the store the training takes as its sample number `sample`."""
         return self.mixed(self._unmixed(sample))
 
     def _unmixed(self, sample: int) -> int:
@@ -82,7 +82,8 @@ class Schedule:
     def used(self, consumed: int) -> int:
         """How many samples of the store are among the first `consumed` samples of the training.
 
-        These are the first samples of the store, with a seed only after whole optimizer steps.
+        These are the first samples of the store. With a seed that is so only after whole optimizer
+        steps.
         """
         if not consumed:
             return 0
@@ -124,8 +125,8 @@ class UseOfRollouts:
     Attributes:
         seq_length: S, to which samples are padded on the right.
         schedule: the order in which the samples are used.
-        start: the number of the training's sample that is the first sample of the store. It is not
-            0 in a training that was resumed with a new store.
+        start: how many samples the training had consumed when it began with the store; above 0 in a
+            training that was resumed with a new store.
         advantages: a name of `ADVANTAGES`, or "stored".
         source: whose routes the tokens take, a name of `SOURCES`.
         replay_max_lag: a rollout is stale if its oldest span is more than this many versions behind

@@ -319,7 +319,10 @@ class RolloutStep:
         return microbatch
 
     def _measures(self) -> bool:
-        """Whether this iteration measures the mismatch, as the first iteration of a run does."""
+        """Whether this iteration measures the mismatch.
+
+        The first iteration of a run does, and each `mismatch_interval`-th; none if that is 0.
+        """
         iteration, interval = self.progress.iteration, self.options.mismatch_interval
         if self._first_iteration is None:
             self._first_iteration = iteration
@@ -383,7 +386,7 @@ class RolloutStep:
         return loss, count, report
 
     def _old_logprobs(self, batch: dict[str, Tensor], host: dict[str, Tensor]) -> Tensor | None:
-        """The old policy's log-probs `[B, S]`; None if the pass of this step computes them."""
+        """The old policy's log-probs `[B, S]`; None if this step's own pass gives them."""
         if not self.options.trainer_is_old:
             return batch["sampled_logprobs"]
         if self.old_pass is None:

@@ -183,7 +183,7 @@ def _read_aggregation(args: Any, loss: str) -> tuple[str, int]:
 
 
 def _refuse_other_divisor(args: Any, aggregation: str, correction: CorrectionOptions) -> None:
-    """Refuse Megatron's own losses beside a policy loss that has another divisor than tokens."""
+    """Refuse Megatron's own losses beside a policy loss not divided by all response tokens."""
     others = _other_losses(args) if args.calculate_per_token_loss else []
     if not others:
         return
@@ -201,7 +201,7 @@ def _refuse_other_divisor(args: Any, aggregation: str, correction: CorrectionOpt
 
 
 def _other_losses(args: Any) -> list[str]:
-    """The options that are on of the losses that Megatron adds to the policy loss.
+    """Which losses Megatron adds to the policy loss, by the options that turn them on.
 
     With --calculate-per-token-loss Megatron multiplies these losses (auxiliary losses and z-loss of
     routers, the loss of MTP layers) by the number of tokens, because it later divides all gradients
@@ -249,7 +249,8 @@ def _two(name: str, bounds: list[float]) -> tuple[float, float]:
     expected = 1 if name == "tis" else 2
     if len(bounds) != expected:
         what = "one number, the upper bound" if name == "tis" else "a lower and an upper bound"
-        raise ValueError(f"--rollouts-correction-bounds: {name} takes {what}")
+        given = " ".join(f"{bound:g}" for bound in bounds)
+        raise ValueError(f"--rollouts-correction-bounds {given}: {name} takes {what}")
     return (0.0, bounds[0]) if name == "tis" else (bounds[0], bounds[1])
 
 

@@ -86,7 +86,7 @@ _looked_at: set[str] = set()  # the losses whose gain was checked once
 
 
 def gain_of(name: str, terms: LossTerms, clip: Clip) -> Gain:
-    """The gain of a loss, which is checked when the loss is first used.
+    """The gain of a loss; the gain is checked when the loss is first used.
 
     Raises:
         LossError: the loss raises, or returns what cannot be trained with.

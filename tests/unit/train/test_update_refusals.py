@@ -130,7 +130,7 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     *(
         (
             {"rollouts_correction": name, "rollouts_correction_bounds": bounds, **TRAINER},
-            f"--rollouts-correction-bounds: {name} takes {count}",
+            f"-bounds {' '.join(f'{bound:g}' for bound in bounds)}: {name} takes {count}",
         )
         for name, bounds, count in (
             ("tis", [0.5, 2.0], "one number, the upper bound"),
