@@ -1,1 +1,1 @@
-"""The evidence that megatron-r3 is right, and what it costs: nothing here is installed."""
+"""The evidence that megatron-r3 is right, and what it costs. Nothing here is installed."""

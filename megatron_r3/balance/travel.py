@@ -91,9 +91,10 @@ class Slots:
         return [shape.numel() for shape in self.shapes]
 
     def send(self, trip: Trip) -> _Set:
-        """Begin to fill a set of slots, unless the weights are there or on their way; return it.
+        """Begin to send a layer's weights to a set of slots; return the set.
 
-        `_sets[1]`, which was fetched less recently than `_sets[0]`, is overwritten.
+        Nothing is sent if the weights are there or on their way. Else `_sets[1]`, which was fetched
+        less recently than `_sets[0]`, is overwritten.
         """
         for slots in self._sets:
             if slots.stay == trip.stay:
@@ -134,7 +135,7 @@ class Slots:
         return slots.buffer[: sum(trip.guests.receives)]
 
     def of_stay(self, stay: Stay) -> Tensor:
-        """The set of slots that holds the weights of a layer."""
+        """The set of slots that holds the weights of `stay`, which must have been fetched."""
         for slots in self._sets:
             if slots.stay == stay and slots.arriving is None:
                 return slots.buffer

@@ -65,7 +65,7 @@ class LoopReplay:
         self._began = 0  # the iteration of the first update on the collection
 
     def begin_collection(self, rows: Sequence[Any], rollouts: Sequence[Any]) -> LoopReplay:
-        """Read the turns of a collection, of which every rank gets all; returns this object.
+        """Read all turns of a collection, on every rank; return this object.
 
         Wrong turns end the run.
 
@@ -211,7 +211,7 @@ class LoopReplay:
             )
 
     def _check_bins(self, packing: Any) -> None:
-        """Refuse bins that hold other tokens than their rows; called once a collection."""
+        """Refuse bins whose tokens are not those of their rows; called once a collection."""
         for number, tokens_S in enumerate(packing.packed_trajs.cpu()):
             self._check_tokens(self._rows_of_bin(packing, number), tokens_S[None])
 

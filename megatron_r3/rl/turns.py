@@ -110,7 +110,7 @@ class Turn:
         if len(self.logprobs) != self.response_N.sum():
             raise ValueError(
                 f"{self.name}: {len(self.logprobs)} log-probs for {self.response_N.sum()} sampled "
-                "tokens"
+                "tokens; its agent must return one for each token of the generation mask"
             )
         logprobs_N[self.response_N] = self.logprobs
         if not isinstance(self.reward, (int, float)):
@@ -225,7 +225,8 @@ class TurnRoutes:
         without: the turns of which the engine did not send all routes.
 
     Raises:
-        ValueError: a turn has routes that no router of this model can take; the message names it.
+        ValueError: a turn has routes that no router of this model can take; the message names the
+            turn.
     """
 
     def __init__(self, info: MoEShape, turns: Sequence[Turn]) -> None:

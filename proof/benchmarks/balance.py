@@ -146,7 +146,7 @@ def summarise(results: list[dict[str, Any]]) -> Iterator[Row]:
 
 
 def wrong(row: Row) -> str:
-    """The fault of a row, a load with guests above the limit of its case; "" if it has none."""
+    """The error of a row with guests whose load is above its case's limit; "" for other rows."""
     if row["way"] != GUESTS or row["load"] <= row["limit"]:
         return ""
     return (

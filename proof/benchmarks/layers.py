@@ -159,7 +159,8 @@ def _import_tree(tree: Path, cuda: bool) -> None:
     core = Path(str(megatron.core.__file__)).resolve().parent
     if tree not in core.parents:
         raise SystemExit(
-            f"error: --megatron {tree} has no megatron.core: {core} was imported instead"
+            f"error: --megatron {tree} has no megatron.core, and {core} was imported instead: give "
+            "the root of a patched Megatron-LM"
         )
     if "moe_router_replay" not in (core / "transformer" / "transformer_config.py").read_text():
         raise SystemExit(f"error: {tree} is not patched: make apply MEGATRON={tree}")

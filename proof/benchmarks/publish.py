@@ -44,7 +44,7 @@ SIZES = [(256, 4), (512, 4), (512, 8), (512, 16), (1024, 4)]  # hidden size, lay
 
 
 def model(hidden: int, layers: int) -> list[str]:
-    """A Qwen3-MoE with 16 experts that are as wide as the model, in bfloat16."""
+    """Megatron's arguments of a Qwen3-MoE in bfloat16, with 16 experts as wide as the model."""
     sizes = f"""
     --num-layers {layers} --hidden-size {hidden} --ffn-hidden-size {hidden} --bf16
     --moe-ffn-hidden-size {hidden} --num-attention-heads 8 --kv-channels 64
@@ -81,7 +81,7 @@ def summarise(results: list[list[Any]]) -> Row:
 
 
 def wrong(row: Row) -> str:
-    """The fault of a row, memory of a rank that grew too much; "" if the row has none."""
+    """The error of a row in which a rank's memory grew too much; "" for other rows."""
     most = MOST * row["layer"] + SLACK
     return (
         ""

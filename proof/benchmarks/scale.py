@@ -213,7 +213,7 @@ def _in_new_process(run: Callable[..., Any], *given: Any) -> Any:
 
 
 def startup(folder: Path, shards: int) -> Iterator[Row]:
-    """CPU time of opening a store of so many shards with 64 rollouts each."""
+    """CPU time of opening a store of `shards` shards, with 64 rollouts in each shard."""
     sent, times = folder / "index", 10_000 / shards
     write_store(folder / "all", shards, 3)
     first_s = min(_in_new_process(_first, folder / "all", sent) for _ in range(3))
@@ -272,7 +272,7 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def wrong(row: Row) -> str:
-    """The fault of a row, a count above its limit; "" if the row has none.
+    """The error of a row whose count is above its limit; "" for other rows.
 
     A time above its limit is not wrong, because times depend on the machine.
     """

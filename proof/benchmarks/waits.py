@@ -68,7 +68,7 @@ def instrument(counts: Counter[str]) -> None:
 
 
 def count_passes(models: Iterable[torch.nn.Module], passes: Counter[str]) -> None:
-    """From now on, count as "experts" how often a MoE layer runs its experts, recompute too."""
+    """From now on, count as "experts" how often MoE layers run their experts, recomputes too."""
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     def count(*_: Any) -> None:

@@ -211,7 +211,7 @@ def replay(checked: Copies) -> Result:
 
 
 def record_replay(checked: Copies) -> Result:
-    """Check that recorded routes give the same loss and gradients bitwise, and wrong routes not."""
+    """Check that a replay gives bitwise the recorded pass, and that wrong routes do not."""
     for name, (ranks, more) in LAYOUTS.items():
         try:
             worker = checked.worker(checked.patched)

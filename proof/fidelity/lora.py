@@ -1,7 +1,7 @@
 """LoRA adapters in plain torch, for cases in which all other weights are frozen, the routers too.
 
-An adapted linear layer computes with `W + B @ A` instead of its weight `W`. `A` and `B` are whole
-on every rank of a layout, which takes its own slice of the product. So the checkpoint of the
+An adapted linear layer computes with `W + B @ A` instead of its weight `W`. Every rank of a layout
+has the whole `A` and `B`, and takes its own slice of their product. So the checkpoint of the
 reference gives every layout the same adapters. Megatron is imported only inside the functions that
 ranks run.
 """
@@ -61,7 +61,7 @@ def _adapt(model: Any, names: tuple[str, ...]) -> None:
 class _Adapted:
     """The part of an adapted ColumnParallelLinear or RowParallelLinear that stands for its weight.
 
-    Megatron's layer reads `weight` as before, but its checkpoint has the frozen parameter.
+    Megatron's layer reads `weight` as before. Its checkpoint still has the frozen parameter `W`.
     """
 
     @property

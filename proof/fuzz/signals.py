@@ -1,7 +1,8 @@
 """Tries with signals: interrupt the real `rollouts collect` at any moment, then collect the rest.
 
-A collection that a signal ends must have stored whole groups, and end with status 128 plus the
-number of the signal. The same command again must then collect exactly the missing samples.
+A collection that a signal ends must have stored whole groups, and, unless it was killed, end with
+status 128 plus the number of the signal. The same command again must then collect exactly the
+missing samples.
 """
 
 from __future__ import annotations

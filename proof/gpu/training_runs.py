@@ -176,7 +176,10 @@ def write_stores(source: Path, folder: Path, count: int) -> dict[str, Path]:
     """
     store = RolloutStore([source])
     if len(store) < count:
-        raise ValueError(f"--store {source}: it has {len(store)} rollouts, {count} are needed")
+        raise ValueError(
+            f"--store {source}: it has {len(store)} rollouts, {count} are needed: give the store "
+            "that make demo wrote"
+        )
     rollouts = [store.rollout(index) for index in range(len(store))]
     rollouts = sorted(rollouts, key=lambda rollout: rollout.group)[:count]
     routes: dict[str, list[np.ndarray]] = {"right": [r.routes.ids_LTK for r in rollouts]}

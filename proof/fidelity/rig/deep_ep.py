@@ -253,4 +253,6 @@ class Buffer:
 def _refuse(options: dict[str, Any]) -> None:
     """Refuse DeepEP's options that would change a result."""
     if unknown := sorted(options.keys() - _IGNORED):
-        raise NotEmulated(f"deep_ep on the CPU: no {', '.join(unknown)}")
+        raise NotEmulated(
+            f"deep_ep on the CPU does not emulate {', '.join(unknown)}: leave these options out"
+        )
