@@ -174,10 +174,10 @@ class Slots:
     def kept_elsewhere(self, stay: Stay) -> AbstractContextManager[Any]:
         """Inside the block autograd saves no weights of guests for the backward pass.
 
-        Autograd saves at which offset the weights lie in their set of slots, and in the backward
-        pass reads the weights from this offset of the set that then holds `stay`. By then `stay`
-        must have been fetched again. Autograd does not detect that a tensor which was saved inside
-        the block is changed in place.
+        Instead of the weights autograd saves their offset in their set of slots. In the backward
+        pass autograd reads the weights at this offset of the set that holds `stay` by then, so
+        `stay` must have been fetched again. Autograd does not detect that a tensor which was saved
+        inside the block is changed in place.
         """
         begin = self.of_stay(stay).data_ptr()
         end = begin + self.buffer[0].numel() * self.buffer.element_size()

@@ -43,7 +43,7 @@ def moe_layer_indices(config: Any) -> tuple[int, ...]:
 
 
 def local_routers(model: torch.nn.Module) -> dict[int, TopKRouter]:
-    """This model chunk's decoder routers by Megatron's layer number (from 1, pipeline included)."""
+    """This model chunk's decoder routers by Megatron's layer number in the whole model, from 1."""
     from megatron.core.transformer.moe.router import TopKRouter
 
     return _by_number(model, TopKRouter)

@@ -180,7 +180,7 @@ class GuestLayer:
         return Trip(Stay(forward_pass, self._id, turn), plan.guests, self._all_weights)
 
     def _follow(self, forward_pass: int) -> None:
-        """Note that this layer follows the layer that the forward pass called last before it."""
+        """Link this layer with the layer that the forward pass called just before."""
         global _last, _last_pass
         before, number = _last() if _last is not None else None, _last_pass
         _last, _last_pass = weakref.ref(self), forward_pass

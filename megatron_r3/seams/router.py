@@ -1,8 +1,8 @@
 """Called by patch 1: a TopKRouter asks the active microbatch for the experts of its tokens.
 
 A router's load-balancing losses, z-loss and expert bias are sums over tokens. Replay changes two
-things about these sums: padding is left out, since the active microbatch knows the padding in every
-layout, and the experts that are counted are the replayed ones or, on request, the live ones.
+things about these sums. Padding is left out, since the active microbatch knows the padding in every
+layout. And the experts that are counted are the replayed ones or, on request, the live ones.
 
 Shape suffixes (docs/glossary.md): T, E, K.
 """
@@ -259,8 +259,7 @@ class RouterLoad:
         return values_TE if padding_T is None else values_TE * ~padding_T[:, None]
 
     def mean_tokens(self, local: int | Tensor) -> float | int | Tensor:
-        """The mean, over the ranks that share this microbatch's sequences, of the tokens that are
-        not padding.
+        """How many tokens are not padding, as a mean over the ranks that share the sequences.
 
         Upstream scales the auxiliary loss by the rank's own count (router.py,
         `attach_and_log_load_balancing_loss`), which is equal to the mean if no token is padding.

@@ -90,7 +90,7 @@ class Arriving:
         return {**vars(self), "_client": None}
 
     def news(self) -> News:
-        """The next announced shards, None if there are none; and `waiting`, as the class has it.
+        """The next announced shards (None if there are none), and in words which one is missing.
 
         Raises:
             StoreError: the first rank has found a shard that cannot be used, can no longer look

@@ -39,7 +39,11 @@ def initialize(extra_args: AddArguments | None = None) -> Any:
 
 
 def build_model(args: Any) -> torch.nn.Module:
-    """This rank's model chunk, as `build_models` makes it; without virtual pipeline stages only."""
+    """This rank's only model chunk, as `build_models` makes it.
+
+    Raises:
+        ValueError: the rank has several chunks, because there are virtual pipeline stages.
+    """
     (model,) = build_models(args)
     return model
 

@@ -207,7 +207,7 @@ class _Table:
         return _Table(self.rows[keep], self.values[keep])
 
     def of_rows(self, rows: np.ndarray, what: str) -> np.ndarray:
-        """The values of these rows, in their shape; zeros for -1."""
+        """The values of these rows, in the shape of `rows`; zeros for the row -1."""
         flat = rows.reshape(-1)
         place = np.searchsorted(self.rows, flat)
         place = np.minimum(place, max(len(self.rows) - 1, 0))

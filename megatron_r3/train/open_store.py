@@ -96,11 +96,11 @@ def _opened(options: RolloutOptions, place: Place | None) -> RolloutStore:
 
 
 def check_use(options: RolloutOptions, store: RolloutStore) -> None:
-    """Refuse a store without anything to replay, or to learn.
+    """Refuse a store with no route to replay, or with nothing to learn.
 
     Raises:
-        ValueError: in the open shards no token has a recorded route, or each rollout is the only
-            one of its group, so that every advantage is 0.
+        ValueError: in the open shards no token has a recorded route, although the options replay
+            them; or each rollout is the only one of its group, so that every advantage is 0.
     """
     if options.replays_rollouts and not store.recorded_share():
         raise ValueError(
@@ -179,7 +179,7 @@ def _refuse_mixed_versions(shard: Shard) -> None:
 
 
 def _is_published(options: RolloutOptions, shard: Shard) -> bool:
-    """Whether this training published the sampler's policy, under the version of the shard."""
+    """Whether this training published the policy that sampled a shard, as the shard's version."""
     info, folder = shard.info, published_folder(options, shard)
     if folder is not None:
         return policy_stamp(folder) == info.policy_stamp
@@ -190,7 +190,7 @@ def _is_published(options: RolloutOptions, shard: Shard) -> bool:
 
 
 def _check_head(options: RolloutOptions, versions: Versions | None, shard: Shard) -> None:
-    """Refuse a shard that cannot be trained on, as far as this shows without tokens and routes.
+    """Refuse a shard that cannot be trained on, if this is known without its tokens and routes.
 
     Args:
         versions: the policy versions of the shards checked so far; None with --rollouts-policy any.

@@ -267,10 +267,11 @@ def value(args: Any, name: str) -> Any:
 
 
 def add_to(parser: Any, fields: Collection[str]) -> None:
-    """Add the options that are no fields to Megatron's parser; each is None unless it is given.
+    """Add to Megatron's parser the options for which it makes none; each is None unless given.
 
-    A field that this tree lacks is added as an option that is an error if it is given. The error
-    names the missing group of patches.
+    Megatron makes the options of the fields that its TransformerConfig has. The option of a field
+    that this tree lacks is added here, and is an error when it is given: the error names the
+    missing group of patches.
 
     Args:
         fields: the fields that this tree's TransformerConfig has.

@@ -154,7 +154,7 @@ class RolloutOptions:
 
     @property
     def needs_old_pass(self) -> bool:
-        """Whether a pass of the old policy runs over each collection, before its first update.
+        """Whether a pass of the old policy runs over each collection before the first update on it.
 
         With one update on a collection no pass is needed: the update itself runs with the weights
         of the old policy, so the update's own log-probs and live routes are the old policy's.

@@ -210,7 +210,9 @@ class DispatchWitness:
             guests.watchers.append(before_guests)
 
     def _recorded(self, number: int, watched: Watched) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens with a recorded route, and these routes in one layer; the old policy's last.
+        """The tokens whose routes are known, and these routes in one layer.
+
+        The tokens that take the old policy's routes come last.
 
         Args:
             number: of the layer.

@@ -6,8 +6,8 @@ The benchmark trains on made-up routes with a given share of the load on the fir
 ways: without guest slots, with slots that stay empty, and with guests. The table has the load of
 the busiest rank divided by the mean load, and what planning and sending cost for a micro-batch and
 rank. The table also has the wall time of a step, the longest CPU time of a rank, and the longest
-CPU time of a rank inside its MoE layers, each divided by that of the steps without slots in the
-same round. Exit status 1: the load with guests is above the limit of the case.
+CPU time of a rank inside its MoE layers. These three are divided by the same time of the steps
+without slots in the same round. Exit status 1: the load with guests is above the limit of the case.
 
 Shape suffixes (docs/glossary.md): L, R.
 """

@@ -6,8 +6,8 @@ The benchmark trains in three ways on the same rollouts at the same load (the ro
 the live router): live, replayed without a dispatch plan, and replayed with a plan. The table has
 host waits, copies and collectives for each MoE layer and pass. The table also has the time of a
 step divided by that of the two live steps in the same round: wall time, and CPU time of the busiest
-rank. Exit status 1: a layer with a plan waits; or a layer without a plan does not wait, which means
-that the counting is broken.
+rank. Exit status 1: a layer with a plan waits, copies or gathers; or no wait or no copy was counted
+in a layer without a plan, which means that the counting is broken.
 """
 
 from __future__ import annotations

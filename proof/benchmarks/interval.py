@@ -3,13 +3,13 @@
 Times on a shared machine have long tails, so nothing here assumes a normal distribution. A
 benchmark runs two ways of doing the same by turns, and each turn gives a ratio of two times. The
 ratio that is reported is the estimate of Hodges and Lehmann (Estimates of location based on rank
-tests, 1963): the logs of each pair of ratios have a mean, each ratio paired with itself too, and
-the median of these means is the log of the estimate. As the ways take turns, the logs lie alike on
-both sides of the true log. So the number of means below the true log is distributed as Wilcoxon's
-signed-rank statistic, whatever the distribution of times is. That gives the interval. Example: for
-n = 8 the chance that the true ratio lies outside of the smallest and the largest value is 2 / 2**8
-= 0.8 %, so these two are an interval at 99.2 %. For many normal logs such intervals are sqrt(2 / 3)
-as wide as those of a median: a fifth narrower.
+tests, 1963). To find it, the logs of every two ratios are averaged, also those of a ratio and
+itself. The median of these means is the log of the estimate. As the ways take turns, the logs lie
+alike on both sides of the true log. So the number of means below the true log is distributed as
+Wilcoxon's signed-rank statistic, however times are distributed. That gives the interval. Example:
+for n = 8 the chance that the true ratio lies outside of the smallest and the largest value is
+2 / 2**8 = 0.8 %, so these two are an interval at 99.2 %. For many normal logs such intervals are
+sqrt(2 / 3) as wide as those of a median: a fifth narrower.
 
 A benchmark that looks after every step whether it has seen enough would be fooled more often than
 its confidence says, since each look is a new chance. So a benchmark looks only when the number of

@@ -3,13 +3,13 @@
     python -m proof.benchmarks.kernel --out build/bench/kernel.json [--megatron DIR]
     python -m proof.benchmarks.kernel --out build/bench/kernel.json --device cpu --rehearse
 
-It times a kernel, forward and backward, beside four other ways: (a) the chain of torch calls that
+The kernel is timed, forward and backward, beside four other ways: (a) the chain of torch calls that
 Megatron-LM runs under replay (with --megatron: Megatron's own function); (b) that chain under
-torch.compile; (c) Transformer Engine's fused gate, if it is installed, with its live top-k over all
-experts, and for a model with groups of experts also with these groups; (d) copies of the same
-bytes. All ways are timed in turn in one run, with the caches flushed before each call, until the
-kernel's ratios to (a), (c) and (d) can be told from 1, or to the largest number of rounds. A ratio
-is the median over rounds, with its interval at 99 %. A ratio whose interval is wider than its
+torch.compile; (c) if Transformer Engine is installed, its fused gate with a live top-k over all
+experts, and for a model with groups of experts a second time with these groups; (d) copies of the
+same bytes. All ways are timed in turn in one run, with the caches flushed before each call, until
+the kernel's ratios to (a), (c) and (d) can be told from 1, or to the largest number of rounds. A
+ratio is the median over rounds, with its interval at 99 %. A ratio whose interval is wider than its
 distance from 1 is shown as "cannot tell". The benchmark needs torch, numpy and Triton alone. A
 rehearsal runs the plain reference on tiny shapes; its times say nothing. The exit status is 1 if
 two ways do not agree, and 2 without a GPU.

@@ -325,7 +325,7 @@ class Stack:
         return dict(zip(self._numbers, moved, strict=True))
 
     def microbatch(self, way: Way) -> MicrobatchRoutes | None:
-        """New routes of one micro-batch, whose copy to the device may still run, as in training."""
+        """New routes of one micro-batch; their copy to the device may still run, as in training."""
         if not way.replays:
             return None
         return MicrobatchRoutes(

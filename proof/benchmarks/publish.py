@@ -67,7 +67,10 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def summarise(results: list[list[Any]]) -> Row:
-    """A row from what `published` returned on each rank: medians of each round's largest rank."""
+    """A row from what `published` returned on each rank.
+
+    Time and memory are medians over rounds, each of the rank with the largest value.
+    """
     rounds = [[of_rank[i] for of_rank in results] for i in range(len(results[0]))]
     walls = [max(seconds for seconds, *_ in of_round) for of_round in rounds]
     grown = [max(memory for _, memory, *_ in of_round) for of_round in rounds]

@@ -245,7 +245,7 @@ def train_in_turn(
     begin: Callable[[], None] = lambda: None,
     end: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Train with the ways in turn: warm up, time rounds, then count in one more.
+    """Train with the ways in turn: warm up, time rounds, then count the waits in one more round.
 
     Args:
         argv: Megatron's arguments.

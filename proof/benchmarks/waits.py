@@ -3,8 +3,8 @@
 On a CPU nothing waits, so this module replaces functions of torch by functions that count calls. A
 call counts if code below megatron/core/transformer/moe makes it on a tensor that a GPU would hold,
 which is every tensor that is not on the host. A tensor is on the host if it came from numpy, if it
-was copied to the host, if it is a sum, cast or view of a tensor on the host, or if `mark_host` has
-marked it, for tensors that Megatron makes on the host:
+was copied to the host, or if it is a sum, cast or view of a tensor on the host. A tensor that
+Megatron makes on the host must be marked by `mark_host`. Example:
 
     sizes = torch.from_numpy(...)   on the host
     sizes.sum().item()              not counted: a sum of a tensor on the host

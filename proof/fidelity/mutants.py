@@ -2,10 +2,10 @@
 
     python -m proof.fidelity.mutants [--only TEXT ...] [--unit] [--jobs N] [--out FILE.json]
 
-The faults are in `tests/mutants/ROOM.toml`: a text of the package, the text that replaces it, what
-the fault does to a user, and the test that must notice it. One test is enough. A fault names no
-file or line, so it moves with the code; its text must be in the package exactly once. Each fault is
-put into a copy of what is committed or staged. The unit tests run first; if all pass, the
+The faults are in `tests/mutants/ROOM.toml`. Each fault has a text of the package, the text that
+replaces it, what the fault does to a user, and tests, of which one at least must notice it. A fault
+names no file or line, so it moves with the code; its text must be in the package exactly once. Each
+fault is put into a copy of what is committed or staged. The unit tests run first; if all pass, the
 functional tests run too (not with --unit). Before any fault, the same tests must pass without one.
 A fault ends as
 

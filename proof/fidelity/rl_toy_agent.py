@@ -40,7 +40,7 @@ class ToyAgent(RewardOnlyAgent):
         return sum(letter in LETTERS[:6] for letter in response or "") / max(1, len(response or ""))
 
     async def get_rollout_response(self, request: Any, inference_request: Any) -> Any:
-        """The engine's response; one that was cut gets the end of document that the loop needs."""
+        """The engine's response; if it was cut, its last token becomes the end of document."""
         response = await super().get_rollout_response(request, inference_request)
         if response.finish_reason == "length":
             response.token_ids[-1] = _EOD  # the last token has no route that this could make wrong

@@ -2,7 +2,7 @@
 
     python -m proof.fidelity.run --out build/fidelity.json [--megatron DIR] [--quick] [--only TEXT]
 
-Exit status 0 says that every case passed.
+Exit status 0 says that every case that the tree can run passed.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class _Hang(BaseException):
 
 
 def note(folder: Path, text: str) -> None:
-    """Note what is wrong with the input of a try, also in a file: the try may kill its process."""
+    """Note what is wrong with a try's input, also in a file, as the try may kill its process."""
     hypothesis.note(text)
     (folder / "what").write_text(text, errors="backslashreplace")
 

@@ -114,8 +114,8 @@ def facts_of(args: argparse.Namespace, places: Places) -> Row:
 def environment(args: argparse.Namespace, places: Places, with_te: bool) -> dict[str, str]:
     """The variables that a step's process gets besides those of this process.
 
-    A step that does not need Transformer Engine does not see the Transformer Engine of --site, but
-    does see a Transformer Engine that is installed in this Python itself.
+    Only a step that needs Transformer Engine sees the one of --site. Every step sees a Transformer
+    Engine that is installed in this Python itself.
     """
     paths = [ROOT, places.tree]
     if args.site is not None:

@@ -77,7 +77,10 @@ def recorded(place: Place) -> Rows:
 
 
 def recompute(place: Place) -> Rows:
-    """Recompute, bound to its micro-batch or not; with fp8 Megatron calls `te_checkpoint`."""
+    """Recompute bound to its micro-batch, and as a control not bound.
+
+    With fp8 Megatron recomputes by `te_checkpoint`.
+    """
 
     def order(*more: str, bound: bool = True) -> Order:
         return place.order("shifted", *DETERMINISTIC, *more, gradients=True, bound=bound)
@@ -122,7 +125,7 @@ def _recomputed(again: bool, with_te: bool) -> Callable[[Seen, Seen], Row]:
 
 
 def grad_fusion(place: Place) -> Rows:
-    """Gradients of weights, summed over micro-batches inside the layers (fused), and outside."""
+    """Compare gradients summed over micro-batches inside the layers (fused) with those outside."""
     on = place.order("shifted", *DETERMINISTIC, gradients=True, stand_in=True)
     fused = [word for word in on.arguments if word != "--no-gradient-accumulation-fusion"]
     off = place.order("shifted", *DETERMINISTIC, gradients=True)
@@ -162,7 +165,7 @@ def cuda_graphs(place: Place) -> Rows:
 
 
 def fused_gate(place: Place) -> Rows:
-    """Replay with the gate in one kernel beside replay without it."""
+    """Compare replay with the gate as one kernel with replay with the unfused gate."""
     rehearsed = {"reference_gate": place.cpu}
     orders = {
         "unfused": place.order("shifted", gradients=True),

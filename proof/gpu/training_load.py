@@ -1,8 +1,8 @@
 """Load a checkpoint that was made with Megatron's local layers into Transformer Engine's.
 
-In the keys of a distributed checkpoint the two kinds of layers differ in one name. Megatron gives
-the norm before the MLP of a local layer the key that Transformer Engine's *dense* layer has, where
-the norm is part of the first linear layer. A MoE layer has no such linear layer, so there
+In the keys of a distributed checkpoint the two kinds of layers differ in one name. In a local layer
+the norm before the MLP has the key that this norm has in Transformer Engine's *dense* layer, where
+it is part of the first linear layer. A MoE layer has no such linear layer, so there
 Transformer Engine's norm stays a module of its own (megatron/core/models/gpt/gpt_layer_specs.py,
 `sharded_state_dict_keys_map` of both specs):
 

@@ -39,7 +39,7 @@ _substitute: Gate | None = None
 
 
 def has_kernel(device: torch.device) -> bool:
-    """Whether `replayed_gate` runs as a kernel, or as its substitute, on this device's tensors."""
+    """Whether `replayed_gate` runs a kernel, or a substitute, for tensors of this device."""
     return _substitute is not None or (_HAS_TRITON and device.type == "cuda")
 
 

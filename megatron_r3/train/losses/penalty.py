@@ -26,7 +26,7 @@ PLACES = ("loss", "advantage")
 
 @dataclass(frozen=True)
 class PenaltyOptions:
-    """The coefficients of the two terms; a term is off where its coefficient is None.
+    """The coefficients of the KL term and the entropy term; a term is off if its own is None.
 
     Attributes:
         kl: what the KL of a token is multiplied by; 0 measures the KL alone.

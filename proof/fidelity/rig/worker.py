@@ -59,6 +59,10 @@ class TreeWorker:
         tree: a Megatron-LM checkout or the unpacked sources of megatron-core.
         preload: more modules to import before the first case.
         env: more environment variables, for the worker and its ranks.
+
+    Raises:
+        InstallError: the tree has no megatron.core, or it cannot run on the CPU.
+        WorkerError: the process ended, or did not import the tree in time.
     """
 
     def __init__(
