@@ -26,7 +26,7 @@ def say_last(text: str) -> None:
     rank that failed first wrote into a file, so the text goes into this file. Example:
 
           traceback :
-        error: --rollouts-clip-eps 7: it must be above 0 and at most 1; 1 is no lower bound
+        error: --rollouts-clip-eps 7: it must be above 0 and at most 1 (1: no lower bound)
         ============================================================
 
     Under any other launcher, or if the file cannot be written, the text goes to stderr.

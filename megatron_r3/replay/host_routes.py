@@ -54,7 +54,8 @@ class RouteArrays:
             None means that every row was recorded.
 
     Raises:
-        RoutesError: ids that no router can take; the message names layer and token.
+        RoutesError: ids that no router can take (the message names layer and token), or a
+            `recorded_T` of another length.
         ValueError: `moe_layers` is empty, not ascending or has a number below 0; or its length is
             not that of the first axis of `ids_LTK`.
     """

@@ -26,7 +26,7 @@ from megatron_r3.train.progress import MegatronProgress
 
 
 def policy_name(info: StoreInfo) -> str:
-    """16 hex digits for the policy that sampled; empty if the store says nothing about it."""
+    """16 hex digits for the policy that sampled; empty if the store does not say which."""
     if not any(info.policy):
         return ""
     return short_digest(repr(info.policy))

@@ -38,7 +38,7 @@ _verified: set[tuple[str, ReadChecks]] = set()
 
 
 def open_store(options: RolloutOptions, place: Place | None = None) -> RolloutStore:
-    """The store of these options, checked as they ask. All ranks call this together.
+    """The store that these options name, checked as the options ask. All ranks call this together.
 
     A training that publishes policies does not wait here for the first rollout: no sampler has a
     policy before the model is loaded and published (seams/pretrain.py).

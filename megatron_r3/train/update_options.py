@@ -73,7 +73,7 @@ def _read_clip(args: Any, name: str) -> Clip:
         high = args.rollouts_clip_eps_high
     if not 0 < low <= 1:
         raise ValueError(
-            f"--rollouts-clip-eps {low:g}: it must be above 0 and at most 1; 1 is no lower bound"
+            f"--rollouts-clip-eps {low:g}: it must be above 0 and at most 1 (1: no lower bound)"
         )
     if not 0 < high < math.inf:
         raise ValueError(f"--rollouts-clip-eps-high {high:g}: it must be a finite number above 0")

@@ -41,7 +41,7 @@ def load_local_checkpoints() -> None:
 
 
 def asked(state: dict[str, Any], saved: set[str]) -> dict[str, Any]:
-    """The state dict that asks the checkpoint for the names that it has.
+    """The state dict with the names that the checkpoint has.
 
     Args:
         state: the model's sharded state dict, by parameter. An item's `key` is changed to the name
