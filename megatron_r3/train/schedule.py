@@ -70,7 +70,7 @@ class Schedule:
         return (place.collection * self.mini_steps + place.mini_step) * self.batch + within
 
     def mixed(self, sample: int) -> int:
-        """The sample of the store that the seed puts in the place of sample `sample` of the store.
+        """Which sample of the store the training takes instead of sample `sample`, by the seed.
 
         Example with batch 4: a seed may give 2 0 3 1 for 0 1 2 3, and 4 7 6 5 for 4 5 6 7.
         """

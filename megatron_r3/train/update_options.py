@@ -124,7 +124,7 @@ def _refuse_log(name: str | None) -> None:
 
 
 def _refuse_reference(name: str | None, saved: str | None) -> None:
-    """Refuse a folder without a policy, or to which this training saves its checkpoints."""
+    """Refuse a reference folder that has no policy, or that is the folder of --save."""
     if name is not None and saved is not None and Path(name).resolve() == Path(saved).resolve():
         raise ValueError(
             f"--rollouts-reference {name}: it is the folder of --save, whose newest checkpoint a "

@@ -9,10 +9,10 @@ torch.compile; (c) if Transformer Engine is installed, its fused gate with a liv
 experts, and for a model with groups of experts a second time with these groups; (d) copies of the
 same bytes. All ways are timed in turn in one run, with the caches flushed before each call, until
 the kernel's ratios to (a), (c) and (d) can be told from 1, or to the largest number of rounds. A
-ratio is the median over rounds, with its interval at 99 %. A ratio whose interval is wider than its
-distance from 1 is shown as "cannot tell". The benchmark needs torch, numpy and Triton alone. A
-rehearsal runs the plain reference on tiny shapes; its times say nothing. The exit status is 1 if
-two ways do not agree, and 2 without a GPU.
+ratio is the Hodges-Lehmann median over rounds, with its interval at 99 % (interval.py). If the
+interval is wider than the ratio's distance from 1, the table says "cannot tell". The benchmark
+needs torch, numpy and Triton alone. A rehearsal runs the plain reference on tiny shapes; its times
+say nothing. The exit status is 1 if two ways do not agree, and 2 without a GPU.
 
 Shape suffixes (docs/glossary.md): T, E.
 """

@@ -8,8 +8,9 @@ TREE is a patched Megatron-LM of 0.19. One process runs a few layers of a model 
 with a small vocabulary. The routes are those that the live routers of the same weights choose for
 the same batch, so that all ways have the same load. Steps of all ways alternate in one run, and
 each stands next to a step of the way that it is compared with. The way "live" is compared with live
-steps, which shows how much two equal steps differ. A ratio is a median with its interval at 99 %. A
-ratio whose interval is wider than its distance from 1 is shown as "cannot tell".
+steps, which shows how much two equal steps differ. A ratio is a Hodges-Lehmann median with its
+interval at 99 % (interval.py). If the interval is wider than the ratio's distance from 1, the table
+says "cannot tell".
 
 With `--spec local` attention is unfused and the host launches each expert, so a step is longer
 than with Transformer Engine (`--spec te`), and ratios are nearer to 1. The benchmark needs torch,
