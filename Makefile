@@ -36,6 +36,8 @@ TRIES    ?= 10000
 SEED     ?= 0
 # online: how often rollouts are sampled and trained on
 COLLECTIONS ?= 28
+# online: 1 for an agent that may call a tool
+AGENT    ?=
 # test, test-all: how many processes share the tests, 16 at most (default: two more than there are cores, because many
 # tests wait for processes of their own); compare, mutants, fuzz: how many runs, faults or tests at a time (default: the
 # number of cores)
@@ -147,10 +149,10 @@ demo: megatron  ## sample a tiny model, then train on its rollouts, live and rep
 	$(R3) apply $(TREE)
 	$(VENV)/bin/python -m demo.run --megatron $(TREE) --out $(BUILD)/demo --sampler $(SAMPLER) --steps $(STEPS) --prompts $(PROMPTS)
 
-online: megatron  ## reinforcement learning in a loop: sample, train, publish, verify, again (SAMPLER=, SEED=, COLLECTIONS=)
+online: megatron  ## reinforcement learning in a loop: sample, train, publish, verify, again (SAMPLER=, SEED=, COLLECTIONS=; AGENT=1: with an agent)
 	$(R3) apply $(TREE)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m demo.online --megatron $(TREE) --out $(BUILD)/online \
-		--sampler $(SAMPLER) --seed $(SEED) --collections $(COLLECTIONS)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m demo.online --megatron $(TREE) --out $(BUILD)/online$(if $(AGENT),-agent) \
+		--sampler $(SAMPLER) --seed $(SEED) --collections $(COLLECTIONS) $(if $(AGENT),--agent)
 
 # A run takes about one core, and has a sampler, a collector and a trainer that wait for each other.
 compare: megatron  ## run the loop live, with R3, R2, TIS and GSPO under four mismatches (ONLY=REGIME[/ARM], JOBS=)

@@ -1,8 +1,9 @@
 """The demo of the loop: a policy that learns from its own rollouts, without a framework.
 
-    python -m demo.online --megatron TREE [--out DIR] [--seed N]
+    python -m demo.online --megatron TREE [--out DIR] [--seed N] [--agent]
 
-A tiny Qwen3-MoE that sorts digits badly learns to sort them. `megatron-r3 rl run` starts a sampler,
+A tiny Qwen3-MoE that sorts digits badly learns to sort them, or with --agent to call a tool that
+does. `megatron-r3 rl run` starts a sampler,
 a collector and a trainer, which work in turn. Every policy is verified before it samples.
 """
 
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from demo import sglang_server, task, vllm_server
+from demo import sglang_server, task, tool_task, vllm_server
 from demo.collect import ROOT
 from demo.installation import ServerError
 from demo.model import arguments
@@ -36,7 +37,7 @@ NUM_PROMPTS, FIRST_PROMPT = 4096, 20_000_000  # far from the problems of the fir
 PORT = 31700
 TEMPLATES = {"sglang": sglang_server.template, "vllm": vllm_server.template}
 TRAINING = """
---bf16 --micro-batch-size 64 --calculate-per-token-loss --adam-beta2 0.98
+--bf16 --calculate-per-token-loss --adam-beta2 0.98
 --lr 1.5e-4 --min-lr 2e-5 --lr-warmup-fraction 0.07 --lr-decay-style cosine
 --moe-router-load-balancing-type none --expert-model-parallel-size 2
 --moe-router-replay --moe-router-replay-verify-dispatch
@@ -62,7 +63,7 @@ examine = {examined}                  # rollouts that the truth test looks at be
 file = "prompts.jsonl"
 per_collection = {per_collection}
 samples = {samples}
-reward = "demo.task:reward"
+{reward}
 
 [trainer]
 megatron = "{megatron}"
@@ -91,14 +92,21 @@ class Places(NamedTuple):
     root: str
 
 
-def write_config(file: Path, places: Places, sampler: str, seed: int, collections: int) -> None:
+def write_config(
+    file: Path, places: Places, sampler: str, seed: int, collections: int, agent: bool = False
+) -> None:
     """Write the config of a run, whole or not at all, and prompts.jsonl beside it."""
     out = file.parent
     out.mkdir(parents=True, exist_ok=True)
-    task.write_prompts(out / "prompts.jsonl", NUM_PROMPTS, FIRST_PROMPT + seed * NUM_PROMPTS)
-    size = PROMPTS_PER_COLLECTION * SAMPLES // MINI_STEPS
+    of_task, reward, prompts = task, 'reward = "demo.task:reward"', PROMPTS_PER_COLLECTION
+    if agent:
+        of_task, reward = tool_task, '\n[collector]\nagent = "demo.tool_task:solve"'
+        prompts //= 2  # of as many tokens in all
+    of_task.write_prompts(out / "prompts.jsonl", NUM_PROMPTS, FIRST_PROMPT + seed * NUM_PROMPTS)
+    size = prompts * SAMPLES // MINI_STEPS
     batch = ["--global-batch-size", str(size), "--rollouts-mini-steps", str(MINI_STEPS)]
-    batch += ["--seed", str(seed + 1)]
+    batch += ["--micro-batch-size", str(size // WORLD_SIZE)]
+    batch += ["--seed", str(seed + 1), "--seq-length", str(of_task.SEQ_LENGTH)]
     written = file.with_name(f".{file.name}")
     written.write_text(
         CONFIG.format(
@@ -107,10 +115,11 @@ def write_config(file: Path, places: Places, sampler: str, seed: int, collection
             seed=seed,
             start=places.start,
             sampler=sampler,
-            max_tokens=task.MAX_ANSWER,
+            max_tokens=of_task.MAX_ANSWER,
             examined=EXAMINED,
-            per_collection=PROMPTS_PER_COLLECTION,
+            per_collection=prompts,
             samples=SAMPLES,
+            reward=reward,
             megatron=places.megatron,
             root=places.root,
             processes=WORLD_SIZE,
@@ -160,6 +169,7 @@ def measured(run: Path) -> dict[str, Any]:
     return {
         "reward": [event["reward"] for event in collected],
         "length_cut": [event["length_cut"] for event in collected],
+        "turns": [event["turns"] for event in collected],
         "verified": sorted({event["version"] for event in pushed if event["verified"]}),
         "pushes": [event["abs_dlogp"] for event in pushed],
         "mismatch": [event["mismatch"] for event in events if event["event"] == "examined"],
@@ -178,6 +188,7 @@ def thirds(values: list[float]) -> list[float]:
 ROWS = {
     "reward": "reward",
     "length_cut": "responses cut off",
+    "turns": "turns of a rollout",
     "pushes": "|dlogp| of the push",
     "mismatch": "router mismatch, truth test",
     "k3_kl": "k3 KL, sampler to trainer",
@@ -208,8 +219,9 @@ def failures(numbers: dict[str, Any], collections: int) -> list[str]:
 def run(args: argparse.Namespace) -> int:
     """Run the loop; return 0, the status of a command that failed, or 1 for any other fault."""
     out = args.out.resolve()
-    # the starting policy is that of `make demo`, made once for both
-    start = Stages(out.parent / "demo", args.megatron.resolve(), "transformers")
+    # the starting policy is that of `make demo`, made once for both; an agent has another task
+    name = "demo-agent" if args.agent else "demo"
+    start = Stages(out.parent / name, args.megatron.resolve(), "transformers", agent=args.agent)
     try:
         start.pretrain()
         start.export()
@@ -219,7 +231,7 @@ def run(args: argparse.Namespace) -> int:
         return 1
     config, page = out / "online.toml", out / "report.html"
     places = Places(str(start.out), str(start.megatron), str(ROOT))
-    write_config(config, places, fields, args.seed, args.collections)
+    write_config(config, places, fields, args.seed, args.collections, args.agent)
     make_way(config, page)
     rl = [sys.executable, "-m", "megatron_r3.cli", "rl"]
     if status := subprocess.run([*rl, "run", str(config)], check=False, cwd=ROOT).returncode:
@@ -246,6 +258,7 @@ def main() -> int:
     parser.add_argument("--sampler", choices=("transformers", *TEMPLATES), default="transformers")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--collections", type=int, default=COLLECTIONS)
+    parser.add_argument("--agent", action="store_true", help="the policy may call a tool")
     args = parser.parse_args()
     if args.collections < 3:
         parser.error("--collections must be 3 or more: the thirds of a run are compared")

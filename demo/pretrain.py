@@ -6,12 +6,16 @@ rollouts instead of the problems, as it does in every script that calls `pretrai
 
 from __future__ import annotations
 
+import importlib
+import os
+
 import torch
 from megatron.training import get_args
 
-from demo.task import problem
 from megatron_r3.train.launch import train
 from megatron_r3.train.pretrain_gpt import forward_step
+
+task = importlib.import_module(os.environ.get("DEMO_TASK", "demo.task"))
 
 
 class Problems(torch.utils.data.Dataset):
@@ -24,14 +28,13 @@ class Problems(torch.utils.data.Dataset):
         return self.num_samples
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """The tensors of a problem, each `[seq_length]`; the loss is over the answer's tokens."""
-        prompt, answer = problem(index)
+        """The tensors of a problem, each `[seq_length]`; the loss is over what the model says."""
+        tokens, said = task.example(index)
         ids = torch.zeros(self.seq_length + 1, dtype=torch.int64)
-        ids[: len(prompt) + len(answer)] = torch.tensor(prompt + answer)
-        # The label of position i is token i + 1. So the answer's first token is the label of the
-        # prompt's last position.
+        ids[: len(tokens)] = torch.tensor(tokens)
+        # The label of position i is token i + 1.
         loss_mask = torch.zeros(self.seq_length)
-        loss_mask[len(prompt) - 1 : len(prompt) + len(answer) - 1] = 1.0
+        loss_mask[: len(said) - 1] = torch.tensor(said[1:], dtype=torch.float32)
         position_ids = torch.arange(self.seq_length)
         return {
             "tokens": ids[:-1],

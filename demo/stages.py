@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from demo import process
+from demo import process, tool_task
 from demo.collect import NUM_PROMPTS, ROOT, SAMPLES_PER_PROMPT
 from demo.model import GRPO, MODEL, PRETRAIN, arguments
 
@@ -29,13 +29,20 @@ class Stages:
         sampler: the engine, one of `demo.collect.ENGINES`.
         steps: optimizer steps of the live and of the replayed training, each on all rollouts.
         prompts: how many prompts are sampled, SAMPLES_PER_PROMPT times each.
+        agent: take the task of the agent, tool_task.py.
     """
 
     def __init__(
-        self, out: Path, megatron: Path, sampler: str, steps: int = 6, prompts: int = NUM_PROMPTS
+        self,
+        out: Path,
+        megatron: Path,
+        sampler: str,
+        steps: int = 6,
+        prompts: int = NUM_PROMPTS,
+        agent: bool = False,
     ) -> None:
         self.out, self.megatron, self.sampler = out, megatron, sampler
-        self.steps, self.prompts = steps, prompts
+        self.steps, self.prompts, self.agent = steps, prompts, agent
         self.checkpoint, self.hf, self.rollouts = out / "checkpoint", out / "hf", out / "rollouts"
 
     def pretrain(self) -> None:
@@ -44,6 +51,8 @@ class Stages:
             if todo:
                 iterations = int(PRETRAIN[PRETRAIN.index("--train-iters") + 1])
                 save = ["--save", str(self.checkpoint)]
+                if self.agent:
+                    save += ["--seq-length", str(tool_task.SEQ_LENGTH)]
                 self._megatron("pretrain", WORLD_SIZE, arguments(PRETRAIN, save), iterations)
 
     def export(self) -> None:
@@ -54,6 +63,8 @@ class Stages:
                 more += ["--hf-export", str(self.hf)]
                 script = ROOT / "megatron_r3" / "weights" / "hf.py"
                 self._megatron("export", 1, arguments(more), None, script)
+                if self.agent:
+                    tool_task.write_tokenizer(self.hf)
 
     def sample(self) -> None:
         """Sample rollouts of the policy with the engine, by `demo.collect` in a process."""
@@ -100,6 +111,7 @@ class Stages:
         command += ["--local-addr", "127.0.0.1"]  # the host's own name may resolve to nothing
         command += ["--nproc-per-node", str(processes), "-m", "megatron_r3.cpu", str(script)]
         env = {"PYTHONPATH": f"{self.megatron}:{ROOT}"}
+        env |= {"DEMO_TASK": "demo.tool_task"} if self.agent else {}
         with tqdm(total=iterations, desc=f"{name:10}", disable=iterations is None) as bar:
             # for each iteration Megatron logs a line with the two texts below
             def on_line(line: str) -> None:
@@ -124,7 +136,8 @@ class _Once:
 
     def __init__(self, stamp: Path, stage: str, result: Path, inputs: list[object]) -> None:
         self.stamp, self.stage, self.result = stamp, stage, result
-        sources = [(ROOT / "demo" / name).read_text() for name in ("task.py", "pretrain.py")]
+        names = ("task.py", "tool_task.py", "pretrain.py")
+        sources = [(ROOT / "demo" / name).read_text() for name in names]
         text = json.dumps([*inputs, *sources])
         self.digest = hashlib.sha256(text.encode()).hexdigest()
 

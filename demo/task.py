@@ -29,6 +29,12 @@ def problem(index: int) -> tuple[list[int], list[int]]:
     return [BOS, *digits.tolist(), EQUALS], [*sorted(digits.tolist()), EOS]
 
 
+def example(index: int) -> tuple[list[int], list[bool]]:
+    """The ids of a problem with its answer, and which of them the model is to say."""
+    prompt, answer = problem(index)
+    return prompt + answer, [False] * len(prompt) + [True] * len(answer)
+
+
 def reward(sample: RewardSample) -> float:
     """The share of the answer's positions that are right; 0 if the answer's length is wrong."""
     answer = [*sorted(sample.prompt_tokens[1:-1]), EOS]

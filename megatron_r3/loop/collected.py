@@ -1,6 +1,6 @@
 """What the store of a run has: how many collections, and the measured numbers of each.
 
-Shape suffixes (docs/glossary.md): E, L, M, N.
+Shape suffixes (docs/glossary.md): E, L, M, N, U.
 """
 
 from __future__ import annotations

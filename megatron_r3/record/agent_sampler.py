@@ -1,9 +1,11 @@
 """Runs an agent for each sample of a collection, and stores the agent's session as its rollouts.
 
 An agent is an async function `(client, prompt) -> reward`. `client` is an AsyncOpenAI; its base URL
-is that of the session on a server of this process, and other libraries can be given the same URL.
+is that of the session on a server of this process, which answers other libraries of the agent too.
 `prompt` is the prompt's whole line. The reward is a number, a list with a number for each turn, or
 None, which leaves it to the reward function.
+
+Shape suffixes (docs/glossary.md): N.
 """
 
 from __future__ import annotations
@@ -82,10 +84,9 @@ class AgentSampler(Sampler):
         self._url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1/sessions"
         app = make_app(self._sessions, plan.sampling, engine.dialect, plan.model.name)
         self._serving = asyncio.ensure_future(serve_app(self._sessions, app, listening))
-        # No limits: the engine's client has them.
-        self._http = httpx.AsyncClient(
-            timeout=None, limits=httpx.Limits(max_connections=None), trust_env=False
-        )
+        # The agent's own client needs no connection: it calls the application in this process.
+        transport = httpx.ASGITransport(app=app)  # type: ignore[arg-type,unused-ignore]
+        self._http = httpx.AsyncClient(transport=transport, timeout=None)
         return self
 
     async def __aexit__(self, *error: object) -> None:

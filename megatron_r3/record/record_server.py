@@ -57,6 +57,9 @@ async def serve_app(sessions: Sessions, app: Quart, listening: socket.socket) ->
     config = Config()
     config.bind = [f"fd://{listening.detach()}"]  # the server closes it
     config.loglevel = "WARNING"
+    # Clients drop a connection that was idle for seconds. If the server were the first to close it,
+    # a request that is sent at that moment would be lost.
+    config.keep_alive_timeout = 3600
     config.accesslog = None  # a line would show the session's name
 
     async def wait() -> None:

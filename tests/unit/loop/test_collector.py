@@ -1,10 +1,14 @@
-"""The collector of a run: each collection under its policy, once, and the same after every kill."""
+"""The collector of a run: each collection under its policy, once, and the same after every kill.
+
+Shape suffixes (docs/glossary.md): N, U.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,6 +20,7 @@ import numpy as np
 import pytest
 from published import publish, save_model, served, write_run
 
+from demo.tool_task import write_tokenizer
 from megatron_r3.cli import main
 from megatron_r3.data.store import RolloutStore
 from megatron_r3.loop.collector import Collector
@@ -229,3 +234,63 @@ def test_a_prompt_file_that_is_too_short_is_refused(folder, capsys):
     file.write_text(file.read_text().replace("per_collection = 4", "per_collection = 40"))
     assert main(["rl", "collector", str(file)]) == 1
     assert "6 prompts; a collection has 40" in capsys.readouterr().err
+
+
+AGENTS = """
+async def talks(client, prompt):
+    history = []
+    for turn in range(1 + prompt["group"] % 3):
+        history.append({"role": "user", "content": str(turn)})
+        more = {"max_tokens": 3} if turn else {}
+        answer = await client.chat.completions.create(model="any", messages=history, **more)
+        history.append(answer.choices[0].message.model_dump())
+    return float(prompt["group"])
+
+
+async def forks(client, prompt):
+    for text in ("1", "2"):
+        messages = [{"role": "user", "content": text}]
+        await client.chat.completions.create(model="any", messages=messages)
+    return 1.0
+"""
+
+
+def run_of_agents(folder, agent):
+    """The config of a run whose policy has a tokenizer, and the port of its sampler."""
+    port = free_port()
+    file = write_run(folder, port, 2, f'[collector]\nagent = "my_agents:{agent}"\n')
+    (folder / "my_agents.py").write_text(AGENTS)
+    shutil.copytree(folder / "run" / "policies" / "v000000", folder / "start", dirs_exist_ok=True)
+    write_tokenizer(folder / "start")
+    text = file.read_text().replace('model = "run/policies/v000000"', 'model = "start"')
+    file.write_text(text.replace('reward = "rewards:length"\n', ""))
+    return read_config(file), port
+
+
+def test_a_run_of_agents_repeats_itself_bit_for_bit(folder, monkeypatch):
+    stores = []
+    for _ in range(2):
+        monkeypatch.delitem(sys.modules, "my_agents", raising=False)
+        config, port = run_of_agents(folder, "talks")
+        with served(port=port):
+            Collector(config).run()
+        stores.append(content(folder))
+        store = RolloutStore([folder / "run" / "rollouts"], mixed_policies=True)
+        (folder / "run" / "rollouts").rename(folder / f"rollouts{len(stores)}")
+        config.directory.events("collector").unlink()
+    assert stores[0] == stores[1]
+    rollouts = [store.rollout(i) for i in range(24)]
+    assert [one.reward for one in rollouts] == [one.group for one in rollouts]
+    assert [len(one.spans_U2) for one in rollouts] == [1 + one.group % 3 for one in rollouts]
+    assert len({one.tokens_N.tobytes() for one in rollouts}) > 18  # each has seeds of its own
+
+
+def test_an_agent_of_a_run_makes_one_rollout_of_a_sample(folder, monkeypatch):
+    monkeypatch.delitem(sys.modules, "my_agents", raising=False)
+    config, port = run_of_agents(folder, "forks")
+    with (
+        served(port=port),
+        pytest.raises(ValueError, match="line 1, sample 0: its session made 2 rollouts"),
+    ):
+        Collector(config).run()
+    assert not content(folder)

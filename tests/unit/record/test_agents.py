@@ -1,4 +1,7 @@
-"""`rollouts collect --agent`: an agent's session becomes the rollouts of a sample."""
+"""`rollouts collect --agent`: an agent's session becomes the rollouts of a sample.
+
+Shape suffixes (docs/glossary.md): K, L, N, T, U.
+"""
 
 from __future__ import annotations
 
