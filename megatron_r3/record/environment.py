@@ -25,8 +25,8 @@ def load_environment(spec: str) -> tuple[Agent, list[Prompt]]:
     if library != "verifiers" or not name:
         raise ValueError(f"--environment {spec}: give it as verifiers:NAME")
     try:
-        from verifiers import load_environment as load
         from verifiers.types import ClientConfig
+        from verifiers.utils.env_utils import load_environment as load
     except ImportError as missing:  # verifiers 0.4 has tasksets and harnesses in their place
         raise ValueError(
             f"--environment {spec}: pip install 'verifiers>=0.1.10,<0.4' ({missing})"

@@ -77,13 +77,15 @@ def read_question(body: Any, is_chat: bool, sampling: Sampling, engine: str) -> 
     if not isinstance(body, Mapping):
         raise ValueError("the request must be a JSON object")
     # The engine is asked with ids alone, so no call can be forced: a forced call would be drawn
-    # from another distribution. Clients such as smolagents ask for one in each request.
+    # from another distribution. Clients such as smolagents ask for one in each request, and
+    # verifiers has `strict` tools.
+    asked = {**body, "tools": []}
     if body.get("tool_choice") not in (None, "none"):
-        body = {**body, "tool_choice": "auto"}
+        asked["tool_choice"] = "auto"
     for name in _REFUSED:
         if body.get(name):
             raise ValueError(f"{name}: the recorder does not take this field; leave it out")
-    given, own = settings_of(body, "the request"), sampling.settings
+    given, own = settings_of(asked, "the request"), sampling.settings
     for name in ("temperature", "top_p", "top_k", "min_p"):
         value, expected = getattr(given, name), getattr(own, name)
         if value is not None and value != expected:
