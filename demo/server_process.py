@@ -7,11 +7,11 @@ and also if this process is killed.
 from __future__ import annotations
 
 import tempfile
+import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from http.client import HTTPException
 from pathlib import Path
-
-import httpx
 
 from demo.installation import ServerError, tail, watch
 from megatron_r3.cpu.ranks import free_port
@@ -64,7 +64,10 @@ def run_server(
 
 
 def _healthy(url: str) -> bool:
+    # without the environment's proxy: the server is on this machine
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        return httpx.get(f"{url}/health", timeout=2, trust_env=False).status_code == 200
-    except httpx.HTTPError:
+        with opener.open(f"{url}/health", timeout=2) as answer:
+            return bool(answer.status == 200)
+    except (OSError, HTTPException):
         return False

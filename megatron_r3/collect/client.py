@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import json
 import random
 import re
 from collections.abc import Callable
@@ -14,10 +16,11 @@ from megatron_r3.data.untrusted import read_json
 from megatron_r3.replay.words import one_line
 
 try:
-    import httpx
+    import aiohttp
+    from yarl import URL
 except ImportError as missing:  # an optional dependency: a trainer does not need it
     raise ValueError(
-        "collecting rollouts needs httpx: pip install 'megatron-r3[collect]'"
+        "collecting rollouts needs aiohttp: pip install 'megatron-r3[collect]'"
     ) from missing
 
 LONGEST_PAUSE_S = 30.0
@@ -60,20 +63,16 @@ class Client:
         self, url: str, concurrency: int, timeout: float, retries: int, pause: float
     ) -> None:
         self.url, user = _address(url)
+        self._headers = {"Accept-Encoding": "identity", **user}
         self.timeout, self.retries, self.pause = timeout, retries, pause
         self.on_retry: Callable[[], None] = lambda: None
-        self._http = httpx.AsyncClient(
-            auth=user,
-            headers={"Accept-Encoding": "identity"},
-            timeout=timeout,
-            limits=httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency),
-            # Ignore the environment's proxy: an engine runs on this machine or near it.
-            trust_env=False,
-        )
+        self._concurrency = concurrency
+        self._http: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
         """Close all connections."""
-        await self._http.aclose()
+        if self._http is not None:
+            await self._http.close()
 
     async def post(self, path: str, body: Any, most_bytes: int) -> Any:
         """Send a JSON body, and return the JSON of the answer.
@@ -114,60 +113,74 @@ class Client:
     async def _send(self, method: str, path: str, body: Any, most_bytes: int) -> bytearray:
         """Send a request once; raises `_TryAgain` if a repetition may succeed."""
         try:
-            # `wait_for` of Python 3.11 may swallow a cancel; `signals.end_tasks` deals with that.
-            exchange = self._exchange(method, path, body, most_bytes)
-            return await asyncio.wait_for(exchange, self.timeout)
-        except (TimeoutError, asyncio.TimeoutError, httpx.TimeoutException) as error:
+            return await self._exchange(method, path, body, most_bytes)
+        except asyncio.TimeoutError as error:
             raise _TryAgain(f"no answer in {self.timeout:g} s") from error
-        except httpx.RequestError as error:
-            raise _TryAgain(one_line(str(error), 300) or type(error).__name__) from error
         except (_TryAgain, NoAnswer):
             raise
         except EngineError as error:
             raise EngineError(f"{self.url}{path}: {error}") from error
         except Exception as error:
-            # httpx raises errors of many kinds for a request that cannot be sent: UnicodeError for
-            # the host `a..b`, ValueError for a body with NaN.
-            reason = one_line(f"{type(error).__name__}: {error}", 300)
-            raise NoAnswer(f"{self.url}{path}: {reason}") from error
+            reason = one_line(str(error), 300) or type(error).__name__
+            if isinstance(error, aiohttp.ClientError) and not isinstance(error, aiohttp.InvalidURL):
+                raise _TryAgain(reason) from error
+            # A request that cannot be sent: ValueError for a body with NaN, for example.
+            raise NoAnswer(f"{self.url}{path}: {type(error).__name__}: {reason}") from error
 
     async def _exchange(self, method: str, path: str, body: Any, most_bytes: int) -> bytearray:
-        async with self._http.stream(method, self.url + path, json=body) as answer:
-            status = answer.status_code
-            if status == 200:
+        if self._http is None:  # made here, because a session belongs to the loop that runs
+            self._http = aiohttp.ClientSession(
+                headers=self._headers,
+                # Ignore the environment's proxy: an engine runs on this machine or near it.
+                trust_env=False,
+                auto_decompress=False,
+                timeout=aiohttp.ClientTimeout(total=self.timeout),
+                connector=aiohttp.TCPConnector(limit=self._concurrency),
+            )
+        data, headers = None, {}
+        if method == "POST":
+            data = json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
+            headers = {"Content-Type": "application/json"}
+        async with self._http.request(
+            method, self.url + path, data=data, headers=headers, allow_redirects=False
+        ) as answer:
+            if answer.status == 200:
                 return await _body(answer, most_bytes)
-            message = _refusal(status, await _beginning(answer, MOST_BYTES_OF_A_REFUSAL))
-            if status == 429 or status >= 500:
+            message = _refusal(answer.status, await _beginning(answer, MOST_BYTES_OF_A_REFUSAL))
+            if answer.status == 429 or answer.status >= 500:
                 raise _TryAgain(message, _retry_after(answer))
-            raise NoAnswer(f"{self.url}{path}: {message}", status)
+            raise NoAnswer(f"{self.url}{path}: {message}", answer.status)
 
 
-def _address(url: str) -> tuple[str, tuple[str, str] | None]:
-    """The address without a user, and the user's name and password (None if there is no user).
+def _address(url: str) -> tuple[str, dict[str, str]]:
+    """The address without a user, and the header with the user's name and password, if any.
 
     No message shows a password: a message about a wrong address leaves out all between the
     `http://` and the last `@`. Example: `http://me:pass#word@host` is shown as `http://...@host`.
-    httpx reads it as the host `me` with the port `pass`, and would quote half of the password.
+    yarl reads it as the host `me` with the port `pass`, and would quote half of the password.
     """
     shown = one_line(re.sub(r"^([a-zA-Z]+://)?.*@", r"\1...@", url, flags=re.DOTALL), 300)
     try:
-        address = httpx.URL(url.rstrip("/").removesuffix("/v1").rstrip("/"))
-    except (httpx.InvalidURL, ValueError) as error:
+        address = URL(url.rstrip("/").removesuffix("/v1").rstrip("/"))
+    except ValueError as error:
         reason = "" if "@" in url else f" ({one_line(str(error), 300)})"
         raise EngineError(f"--url {shown}: not an address{reason}") from error
     if address.scheme not in ("http", "https") or not address.host:
         raise EngineError(f"--url {shown}: the address must begin with http:// or https://")
-    if address.query or address.fragment:
+    if address.query_string or address.fragment:
         raise EngineError(
             f"--url {shown}: leave ? and # out of the address, because paths are added at its end"
         )
-    if address.port is not None and not 1 <= address.port <= 65535:
+    if address.port == 0:
         raise EngineError(f"--url {shown}: the port must be 1 to 65535")
-    user = (address.username, address.password) if address.userinfo else None
-    return str(address.copy_with(username=None, password=None)).rstrip("/"), user
+    user = {}
+    if "@" in address.raw_authority:
+        secret = f"{address.user or ''}:{address.password or ''}".encode()
+        user = {"Authorization": f"Basic {base64.b64encode(secret).decode()}"}
+    return str(address.with_user(None)).rstrip("/"), user
 
 
-async def _body(answer: httpx.Response, most_bytes: int) -> bytearray:
+async def _body(answer: aiohttp.ClientResponse, most_bytes: int) -> bytearray:
     """The whole body. A compressed body is refused, because 1 MB of gzip can hold 1 GB."""
     encoding = answer.headers.get("content-encoding", "").strip().lower()
     if encoding not in ("", "identity"):
@@ -185,10 +198,10 @@ async def _body(answer: httpx.Response, most_bytes: int) -> bytearray:
     return body
 
 
-async def _beginning(answer: httpx.Response, most_bytes: int) -> bytearray:
+async def _beginning(answer: aiohttp.ClientResponse, most_bytes: int) -> bytearray:
     """The first `most_bytes` bytes of a body, or all if it has fewer; nothing is decompressed."""
     body = bytearray()
-    async for piece in answer.aiter_raw():
+    async for piece in answer.content.iter_any():
         body += piece[: most_bytes - len(body)]
         if len(body) == most_bytes:
             break
@@ -212,7 +225,7 @@ def _refusal(status: int, body: bytearray) -> str:
     return f"HTTP {status}: {line}" if line else f"HTTP {status}"
 
 
-def _retry_after(answer: httpx.Response) -> float:
+def _retry_after(answer: aiohttp.ClientResponse) -> float:
     """The seconds of the Retry-After header; 0 if there is none, or if it holds a date."""
     try:
         return max(0.0, float(answer.headers.get("retry-after", 0)))

@@ -1,7 +1,7 @@
 """The commands `megatron-r3 rollouts ...`.
 
-The parser is built without torch, numpy and httpx, which would make `megatron-r3 --help` slow. Each
-command imports what it needs when it runs.
+The parser is built without torch, numpy and aiohttp, which would make `megatron-r3 --help` slow.
+Each command imports what it needs when it runs.
 """
 
 from __future__ import annotations

@@ -18,8 +18,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import httpx
-
 from megatron_r3.collect.collect import GivenUp, Sampler
 from megatron_r3.collect.engine import Engine, EnginePolicy
 from megatron_r3.collect.progress_line import Progress
@@ -35,7 +33,7 @@ from megatron_r3.record.sessions import Open, Sessions
 from megatron_r3.replay.words import one_line
 
 try:
-    from openai import AsyncOpenAI
+    from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 except ImportError as missing:  # an optional dependency
     raise ValueError(
         f"running agents needs openai: pip install 'megatron-r3[record]' ({missing})"
@@ -84,14 +82,10 @@ class AgentSampler(Sampler):
         self._url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1/sessions"
         app = make_app(self._sessions, plan.sampling, engine.dialect, plan.model.name)
         self._serving = asyncio.ensure_future(serve_app(self._sessions, app, listening))
-        # The agent's own client needs no connection: it calls the application in this process.
-        transport = httpx.ASGITransport(app=app)  # type: ignore[arg-type,unused-ignore]
-        self._http = httpx.AsyncClient(transport=transport, timeout=None)
         return self
 
     async def __aexit__(self, *error: object) -> None:
         """End the server."""
-        await self._http.aclose()
         await end_tasks([self._serving])
         self._sessions.close()
         await super().__aexit__(*error)
@@ -108,15 +102,18 @@ class AgentSampler(Sampler):
         seed = plan.sampling.seed_of(prompt.group, index, plan.policy_version)
         name, one = secrets.token_urlsafe(18), Open(where, seed)
         self._sessions.open[f"id:{name}"] = one
+        # A client of its own, because httpx looks at all connections of a client in each request.
+        http = DefaultAsyncHttpxClient(timeout=None, trust_env=False, verify=False)
         client = AsyncOpenAI(
             base_url=f"{self._url}/{name}",
             api_key="none",
-            http_client=self._http,
+            http_client=http,
             max_retries=plan.refused_retries,
         )
         try:
             reward = await self._run(client, prompt, where)
         finally:
+            await http.aclose()
             del self._sessions.open[f"id:{name}"]
             self._leave()
         if not one.session.turns:

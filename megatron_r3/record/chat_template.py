@@ -118,9 +118,10 @@ class ChatTemplate:
             last = {**calls[-1], "function": {"name": "f", "arguments": {"a": _MARK}}}
             marked = {**said, "content": "", "tool_calls": [*calls[:-1], last]}
         text_only = {"role": "assistant", "content": _MARK}
-        alone = self._after_mark([*before, marked], settings, False)
+        alone = end = self._after_mark([*before, marked], settings, False)
         joined = self._after_mark([*before, marked, *after], settings, True)
-        end = self._after_mark([*before, text_only], settings, False)
+        if marked != text_only:
+            end = self._after_mark([*before, text_only], settings, False)
         if alone is None or joined is None or end is None or not joined.startswith(alone):
             return None
         ids = self.ids_of(end + joined[len(alone) :])

@@ -13,8 +13,8 @@ each other get names that cannot be guessed. No name of an API key is printed.
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from megatron_r3.collect.engine import EngineChanged, NoAnswer
@@ -28,16 +28,15 @@ from megatron_r3.record.sessions import Busy, NoSession, Sessions
 from megatron_r3.replay.words import one_line
 
 try:
-    from hypercorn.asyncio import serve
-    from hypercorn.config import Config
-    from quart import Quart, Response, request
-except ImportError as missing:  # optional dependencies: nothing else needs them
+    from aiohttp import web
+except ImportError as missing:  # an optional dependency: nothing else needs a web server
     raise ValueError(
         f"recording needs a web server: pip install 'megatron-r3[record]' ({missing})"
     ) from missing
 
 _MOST_BYTES = 1 << 25  # of a request: a conversation of some million tokens
 _MOST_NAME = 200  # characters of a session's name
+_GRACE_S = 3.0  # for the requests that are under way when the server ends
 
 
 def open_port(host: str, port: int) -> socket.socket:
@@ -52,26 +51,24 @@ def open_port(host: str, port: int) -> socket.socket:
         raise ValueError(f"--host {host} --port {port}: cannot listen there ({error})") from error
 
 
-async def serve_app(sessions: Sessions, app: Quart, listening: socket.socket) -> None:
+async def serve_app(sessions: Sessions, app: web.Application, listening: socket.socket) -> None:
     """Serve until no response may be recorded any more; raises the error that is the reason."""
-    config = Config()
-    config.bind = [f"fd://{listening.detach()}"]  # the server closes it
-    config.loglevel = "WARNING"
-    # Clients drop a connection that was idle for seconds. If the server were the first to close it,
-    # a request that is sent at that moment would be lost.
-    config.keep_alive_timeout = 3600
-    config.accesslog = None  # a line would show the session's name
-
-    async def wait() -> None:
-        while not sessions.failed.done():
-            await asyncio.wait([sessions.failed])
-
-    await serve(app, config, shutdown_trigger=wait)
+    # A handler is cancelled when its client goes away, so that its response is no turn. No request
+    # is logged, because the line would show the session's name.
+    runner = web.AppRunner(
+        app, access_log=None, handler_cancellation=True, shutdown_timeout=_GRACE_S
+    )
+    await runner.setup()
+    try:
+        await web.SockSite(runner, listening, backlog=1024).start()
+        await asyncio.wait([sessions.failed])
+    finally:
+        await runner.cleanup()
     sessions.failed.result()
 
 
-def make_app(sessions: Sessions, sampling: Sampling, engine: str, model: str) -> Quart:
-    """The ASGI application.
+def make_app(sessions: Sessions, sampling: Sampling, engine: str, model: str) -> web.Application:
+    """The application.
 
     Args:
         sessions: answers; only those of a recorder are ended by requests.
@@ -79,73 +76,59 @@ def make_app(sessions: Sessions, sampling: Sampling, engine: str, model: str) ->
         engine: the engine's name.
         model: the name under which the model is listed.
     """
-    app = Quart(__name__)
-    app.config["MAX_CONTENT_LENGTH"] = _MOST_BYTES
 
-    async def complete(is_chat: bool, name: str | None) -> Response:
+    async def complete(request: web.Request, is_chat: bool) -> web.Response:
         try:
-            question = read_question(await _body(), is_chat, sampling, engine)
+            question = read_question(await _body(request), is_chat, sampling, engine)
         except EngineError as error:  # the fault is the client's, not the engine's
             raise ValueError(str(error)) from error
-        turns, prompt_ids = await sessions.answer(_session(name), question)
+        turns, prompt_ids = await sessions.answer(_session(request), question)
         answer = answer_of(turns, prompt_ids, question, model)
         if not question.stream:
-            return _json(answer)
-        return Response(b"".join(events_of(answer, question)), content_type="text/event-stream")
+            return web.json_response(answer)
+        events = b"".join(events_of(answer, question))
+        return web.Response(body=events, content_type="text/event-stream")
 
-    @app.post("/v1/chat/completions")
-    @app.post("/v1/sessions/<name>/chat/completions")
-    @app.post("/v1/sessions/<name>/v1/chat/completions")
-    async def chat(name: str | None = None) -> Response:
-        return await complete(True, name)
+    async def chat(request: web.Request) -> web.Response:
+        return await complete(request, True)
 
-    @app.post("/v1/completions")
-    @app.post("/v1/sessions/<name>/completions")
-    @app.post("/v1/sessions/<name>/v1/completions")
-    async def completion(name: str | None = None) -> Response:
-        return await complete(False, name)
+    async def completion(request: web.Request) -> web.Response:
+        return await complete(request, False)
 
-    @app.get("/v1/models")
-    @app.get("/v1/sessions/<name>/models")
-    async def models(name: str | None = None) -> Response:
-        return _json({"object": "list", "data": [{"id": model, "object": "model"}]})
+    async def reward(request: web.Request) -> web.Response:
+        body = await _body(request)
+        if not isinstance(body, dict) or set(body) - {"reward"}:
+            raise ValueError('expected {"reward": 1.0}, a list of rewards, one a turn, or {}')
+        responses, rewards = await _recorder(sessions).end(_session(request), body.get("reward"))
+        return web.json_response(
+            {"responses": responses, "stored": len(rewards), "rewards": rewards}
+        )
 
-    @app.get("/health")
-    async def health() -> Response:
-        return _json({"service": "megatron-r3 rollouts record"})
+    async def discard(request: web.Request) -> web.Response:
+        _recorder(sessions).discard(_session(request))
+        return web.json_response({"stored": 0})
 
-    if isinstance(sessions, Recorder):
-        _add_ends(app, sessions)
+    async def models(request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": model, "object": "model"}]})
 
-    @app.errorhandler(Exception)
-    async def refuse(error: Exception) -> Response:
-        status = next((number for kind, number in _STATUS if isinstance(error, kind)), 500)
-        if isinstance(error, NoAnswer) and error.status is not None and error.status < 500:
-            status = 400  # the engine refused this request, for example because it is too long
-        status = getattr(error, "code", None) or status  # an error of the web server: 404, 405, 413
-        answer = _json(refusal_of(one_line(str(error), 1000), status), status)
-        if status == 429:
-            answer.headers["Retry-After"] = "1"
-        return answer
+    async def health(request: web.Request) -> web.Response:
+        return web.json_response({"service": "megatron-r3 rollouts record"})
 
+    app = web.Application(middlewares=[_refuse], client_max_size=_MOST_BYTES)
+    for base in ("/v1", "/v1/sessions/{name}", "/v1/sessions/{name}/v1"):
+        app.router.add_post(f"{base}/chat/completions", chat)
+        app.router.add_post(f"{base}/completions", completion)
+        app.router.add_post(f"{base}/reward", reward)
+        app.router.add_post(f"{base}/discard", discard)
+        app.router.add_get(f"{base}/models", models)
+    app.router.add_get("/health", health)
     return app
 
 
-def _add_ends(app: Quart, recorder: Recorder) -> None:
-    @app.post("/v1/sessions/<name>/reward")
-    @app.post("/v1/reward")
-    async def reward(name: str | None = None) -> Response:
-        body = await _body()
-        if not isinstance(body, dict) or set(body) - {"reward"}:
-            raise ValueError('expected {"reward": 1.0}, a list of rewards, one a turn, or {}')
-        responses, rewards = await recorder.end(_session(name), body.get("reward"))
-        return _json({"responses": responses, "stored": len(rewards), "rewards": rewards})
-
-    @app.post("/v1/sessions/<name>/discard")
-    @app.post("/v1/discard")
-    async def discard(name: str | None = None) -> Response:
-        recorder.discard(_session(name))
-        return _json({"stored": 0})
+def _recorder(sessions: Sessions) -> Recorder:
+    if isinstance(sessions, Recorder):
+        return sessions
+    raise ValueError("this session ends with its agent, which returns the reward")
 
 
 # The status of each kind of error; the first that fits counts. Clients repeat a request after 429,
@@ -160,13 +143,31 @@ _STATUS: tuple[tuple[type[Exception], int], ...] = (
 )
 
 
-async def _body() -> Any:
-    return read_json(await request.get_data() or b"{}", "the request", _MOST_BYTES)
+@web.middleware
+async def _refuse(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Answer an error in the form of OpenAI's API."""
+    try:
+        return await handler(request)
+    except Exception as error:
+        status = next((number for kind, number in _STATUS if isinstance(error, kind)), 500)
+        if isinstance(error, NoAnswer) and error.status is not None and error.status < 500:
+            status = 400  # the engine refused this request, for example because it is too long
+        if isinstance(error, web.HTTPException):  # of the web server: 404, 405, 413
+            status = error.status
+        headers = {"Retry-After": "1"} if status == 429 else None
+        said = refusal_of(one_line(str(error), 1000), status)
+        return web.json_response(said, status=status, headers=headers)
 
 
-def _session(name: str | None) -> str:
+async def _body(request: web.Request) -> Any:
+    return read_json(await request.read() or b"{}", "the request", _MOST_BYTES)
+
+
+def _session(request: web.Request) -> str:
     """The session's name: that of the path, else of the header, else the API key."""
-    kind, text = "id", name or request.headers.get("X-Session-ID", "")
+    kind, text = "id", request.match_info.get("name") or request.headers.get("X-Session-ID", "")
     if not text:
         kind, text = "key", request.headers.get("Authorization", "").removeprefix("Bearer ")
         # a key that a harness gives to all its agents would mix their sessions
@@ -177,7 +178,3 @@ def _session(name: str | None) -> str:
             f"by an API key of its own (session-ID); a name has at most {_MOST_NAME} characters"
         )
     return f"{kind}:{text}"
-
-
-def _json(body: Any, status: int = 200) -> Response:
-    return Response(json.dumps(body), status=status, content_type="application/json")

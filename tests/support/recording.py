@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from aiohttp.test_utils import TestClient, TestServer
+
 from megatron_r3.collect.client import Client
 from megatron_r3.collect.prompt_plan import Sampling, read_model
 from megatron_r3.collect.server import Server
@@ -38,7 +40,7 @@ class Recording:
     async def post(self, path: str, body: Any, **headers: str) -> Any:
         """The status and the JSON of an answer."""
         answer = await self.client.post(f"/v1/{path}", json=body, headers=headers)
-        return answer.status_code, await answer.get_json()
+        return answer.status, await answer.json()
 
     async def ask(self, messages: Any, session: str = "s", **fields: Any) -> Any:
         """The messages of the answer to a chat."""
@@ -78,4 +80,6 @@ async def recording(
     }
     async with recording_of(**{**settings, **given}) as recorder:
         app = make_app(recorder, sampling, engine, "hf")
-        yield Recording(app.test_client(), recorder, store, said)
+        # as serve_app starts it
+        async with TestClient(TestServer(app, handler_cancellation=True)) as client:
+            yield Recording(client, recorder, store, said)

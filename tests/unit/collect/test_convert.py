@@ -220,7 +220,7 @@ COLLECT = "collect --prompts p --out o --n 1 --reward a:b --model config.json --
     ("module", "arguments", "extra"),
     [
         ("pyarrow", "convert to-parquet store --out x", "megatron-r3[parquet]"),
-        ("httpx", COLLECT + "vllm --url http://127.0.0.1:9", "megatron-r3[collect]"),
+        ("aiohttp", COLLECT + "vllm --url http://127.0.0.1:9", "megatron-r3[collect]"),
         ("transformers", COLLECT + "transformers", "transformers>=5"),
     ],
 )
