@@ -157,18 +157,23 @@ def make(name: str, folder: Path, models: Mapping[str, Any] = MODELS) -> None:
         for key, tensor in model.state_dict().items():  # buffers too: the correction bias is one
             tensor.copy_(torch.randn_like(tensor) * 0.2 + ("norm" in key))
     model.save_pretrained(folder)
-    if name == "kimi_k2":  # DeepSeek-V3 by another name, which transformers has no class for
-        described = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**described, "model_type": name}))
+    if name == "kimi_k2":
+        call_kimi(folder)
 
 
-def load(folder: Path) -> Any:
-    """The transformers model of a directory."""
+def call_kimi(folder: Path) -> None:
+    """Have a DeepSeek-V3 be a Kimi-K2: the same by another name, of which transformers has none."""
+    described = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**described, "model_type": "kimi_k2"}))
+
+
+def load(folder: Path, **more: Any) -> Any:
+    """The transformers model of a directory; `more` is for `from_pretrained`."""
     config = transformers.PretrainedConfig.get_config_dict(folder)[0]
     model_type = config.pop("model_type").replace("kimi_k2", "deepseek_v3")
     config = transformers.AutoConfig.for_model(model_type, **config)
     auto = transformers.AutoModelForCausalLM
-    return auto.from_pretrained(folder, config=config, dtype=torch.float32).eval()
+    return auto.from_pretrained(folder, config=config, dtype=torch.float32, **more).eval()
 
 
 def compute(model: Any) -> Computed:

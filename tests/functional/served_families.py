@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import transformers
+from family_models import call_kimi
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 512,
@@ -50,6 +51,7 @@ _DEEPSEEK = {
     "n_group": 4,
     "topk_group": 2,
 }
+_ONE_GROUP = {**_DEEPSEEK, "n_group": 1, "topk_group": 1}
 _YARN = {"rope_theta": 10000, "rope_type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1}
 _YARN |= {"original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0}
 # vLLM's own rotary kernel for a CPU turns DeepSeek's pairs wrongly; torch's operations do not
@@ -76,6 +78,11 @@ SERVED = {
     "mixtral": Served({"intermediate_size": 64, "num_local_experts": 16, "head_dim": 32}),
     "deepseek_v3": Served(_DEEPSEEK, PLAIN_OPERATIONS),
     "deepseek_v3 yarn": Served({**_DEEPSEEK, "rope_parameters": _YARN}, PLAIN_OPERATIONS),
+    "deepseek_v2": Served({**_ONE_GROUP, "rope_parameters": _YARN}, PLAIN_OPERATIONS),
+    "kimi_k2": Served(
+        {**_ONE_GROUP, "rope_parameters": {**_YARN, "factor": 32, "beta_fast": 1}},
+        PLAIN_OPERATIONS,
+    ),
     "glm4_moe_lite": Served(
         {**_DEEPSEEK, "mlp_layer_types": ["dense"] + ["sparse"] * 3}, PLAIN_OPERATIONS
     ),
@@ -98,13 +105,16 @@ SERVED = {
 def make(name: str, folder: Path) -> None:
     """Write a model of which no weight is trivial, in float32."""
     fields = {**_SIZES, **SERVED[name].fields}
-    config = transformers.AutoConfig.for_model(name.split()[0], **fields)
+    model_type = name.split()[0].replace("kimi_k2", "deepseek_v3")
+    config = transformers.AutoConfig.for_model(model_type, **fields)
     torch.manual_seed(11)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for key, tensor in model.state_dict().items():  # buffers too: the correction bias is one
             tensor.copy_(_weight(key, tensor))
     model.save_pretrained(folder)
+    if name == "kimi_k2":
+        call_kimi(folder)
 
 
 def _weight(key: str, tensor: torch.Tensor) -> torch.Tensor:
