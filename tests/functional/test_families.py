@@ -28,7 +28,8 @@ ENGINES_READ = {
     "deepseek_v2": {"scoring_func": "softmax", "n_group": 1, "topk_group": 1},
     "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
 }
-TOLERANCE, OTHER = 1e-4, 1e-2  # of the same model; of another one
+# absolute differences of logits, which go up to 4.7: of the same model; of another one
+TOLERANCE, OTHER = 1e-5, 1e-2
 
 
 @pytest.fixture(scope="session")
