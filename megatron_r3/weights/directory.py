@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_r3.data.untrusted import read_json
 from megatron_r3.replay.words import one_line, quoted
 from megatron_r3.weights.all_ranks import my_rank, on_first_rank, together
-from megatron_r3.weights.fp8 import SCALE, block_of, dequantized
+from megatron_r3.weights.quantized import Format, format_of
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -42,7 +42,7 @@ class Reading(ExitStack):
     def __init__(self, directory: Path) -> None:
         super().__init__()
         self.directory = directory
-        self._block = block_of(read_config(directory))
+        self._format: Format | None = format_of(read_config(directory))
         self._of: dict[str, Any] = {}  # the open file of each tensor
         with ExitStack() as opened:  # closes all files if one is refused
             for path in _files_of(directory):
@@ -57,31 +57,30 @@ class Reading(ExitStack):
                 self._of |= dict.fromkeys(file.keys(), file)
             if not self._of:
                 raise ValueError(f"{directory}: no tensors in its *.safetensors")
+            # of each quantized tensor the names of its values and of its scales
+            self._parts = self._format.parts(self._of) if self._format else {}
             self.push(opened.pop_all())
 
     @property
     def names(self) -> set[str]:
-        """The names of all tensors, without the scales of fp8."""
-        return {name for name in self._of if not self._is_scale(name)}
-
-    def _is_scale(self, name: str) -> bool:
-        of = name.removesuffix(SCALE)
-        return self._block is not None and of != name and of in self._of
+        """The names of all tensors; of a quantized tensor its own name, not that of its parts."""
+        parts = {part for both in self._parts.values() for part in both}
+        return (self._of.keys() - parts) | self._parts.keys()
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor, on the host. A tensor in fp8 is multiplied by its scales, in float32.
+        """A tensor, on the host. A quantized tensor is multiplied by its scales.
 
         Raises:
             ValueError: the tensor's dtype is none of bfloat16, float16 and float32, or the scales
                 do not fit.
         """
-        tensor = self._of[name].get_tensor(name)
-        if self._block and name + SCALE in self._of:
-            scale = self._of[name + SCALE].get_tensor(name + SCALE)
+        if self._format and name in self._parts:
+            values, scales = (self._of[part].get_tensor(part) for part in self._parts[name])
             try:
-                return dequantized(tensor, scale, self._block)
+                return self._format.dequantized(values, scales)
             except ValueError as error:
                 raise ValueError(f"{self.directory}: {name}: {error}") from error
+        tensor = self._of[name].get_tensor(name)
         if tensor.dtype not in _DTYPES:
             raise ValueError(
                 f"{self.directory}: {name} is {tensor.dtype}; expected one of {_DTYPES}"
@@ -90,7 +89,9 @@ class Reading(ExitStack):
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, without reading the tensor."""
-        return tuple(self._of[name].get_slice(name).get_shape())
+        stored = self._parts.get(name, (name,))[0]
+        shape = tuple(self._of[stored].get_slice(stored).get_shape())
+        return self._format.shape(shape) if self._format and name in self._parts else shape
 
 
 def _files_of(directory: Path) -> list[Path]:
@@ -218,13 +219,13 @@ def write_json(file: Path, value: object) -> None:
 def copy_beside_weights(source: Path, target: Path) -> None:
     """Copy config.json, generation_config.json and the tokenizer's files, but no weights.
 
-    The copy of a config.json with blocks of fp8 has no quantization_config, because no weight is
-    written in fp8.
+    The copy of a config.json with quantized weights has no quantization_config, because weights
+    are written in 16 or 32 bits.
     """
     for pattern in (CONFIG, *_BESIDE_WEIGHTS):
         for file in sorted(source.glob(pattern)):
             if file.is_file():
                 shutil.copyfile(file, target / file.name)
-    if block_of(config := read_config(source)):
+    if format_of(config := read_config(source)):
         del config["quantization_config"]
         write_json(target / CONFIG, config)

@@ -16,6 +16,7 @@ import torch
 from family_models import MODELS, Computed, compute, load, make, move, refusals
 from once import Once
 from safetensors.torch import load_file, save_file
+from transformers import Mxfp4Config
 
 from megatron_r3.weights.families import FAMILIES
 from proof.fidelity.rig.rank_process import RankError
@@ -178,6 +179,46 @@ def test_a_directory_in_fp8(patched: TreeWorker, directory: Any, tmp_path: Path)
     config.write_text(config.read_text().replace("[16, 10]", "[16, 16]"))
     with pytest.raises(RankError, match=r"fp8: model.*_proj.weight: scales \(.*\) for .* in"):
         patched.run(move, 1, tmp_path / "fp8", tmp_path / "wrong" / "out", timeout_s=120)
+    copied = json.loads((tmp_path / "like" / "config.json").read_text())
+    assert "quantization_config" not in copied
+
+
+def in_mxfp4(folder: Path, to: Path) -> None:
+    """A copy whose experts are random bytes in mxfp4, as gpt-oss is shipped."""
+    generator = torch.Generator().manual_seed(9)
+    made = {}
+    for name, tensor in tensors_of(folder).items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            made[name] = tensor
+            continue
+        experts, inputs, outputs = tensor.shape  # 32 inputs share a scale
+        shape = (experts, outputs, inputs // 32, 16)
+        made[f"{name}_blocks"] = torch.randint(0, 256, shape, generator=generator).byte()
+        scales = torch.randint(122, 126, shape[:-1], generator=generator)
+        made[f"{name}_scales"] = scales.byte()
+    to.mkdir()
+    save_file(made, to / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (to / "config.json").write_text(json.dumps(config))
+
+
+def test_a_directory_in_mxfp4(patched: TreeWorker, tmp_path: Path) -> None:
+    """The weights, and the logits, are those that transformers makes of the bytes."""
+    model_type, fields = MODELS["gpt_oss"]
+    make("wide", tmp_path / "plain", {"wide": (model_type, {**fields, "intermediate_size": 32})})
+    in_mxfp4(tmp_path / "plain", folder := tmp_path / "mxfp4")
+    out = tmp_path / "out"
+    (ours,) = patched.run(move, 1, folder, out, timeout_s=120)
+    theirs = load(folder, quantization_config=Mxfp4Config(dequantize=True))
+    is_same(ours, compute(theirs))
+    got, plain = tensors_of(out), tensors_of(tmp_path / "plain")
+    want = theirs.state_dict()
+    assert got.keys() == plain.keys() == want.keys()
+    for name, tensor in got.items():
+        assert torch.equal(tensor, want[name]), name
+        # the control: the experts are not those from before
+        assert torch.equal(tensor, plain[name]) != name.endswith(("up_proj", "down_proj")), name
     copied = json.loads((tmp_path / "like" / "config.json").read_text())
     assert "quantization_config" not in copied
 

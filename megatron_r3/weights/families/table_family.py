@@ -21,7 +21,6 @@ from megatron_r3.weights.family import (
     ModelSettings,
     follows_last_layer,
 )
-from megatron_r3.weights.fp8 import block_of
 from megatron_r3.weights.known import (
     BALANCING,
     CONFIG_CHANGES_NOTHING,
@@ -30,6 +29,7 @@ from megatron_r3.weights.known import (
     rope_of,
     routes_itself,
 )
+from megatron_r3.weights.quantized import format_of
 
 # The values of these fields of TransformerConfig in every family, whatever the class's defaults
 # are; a family's `config` or rows may say otherwise.
@@ -193,10 +193,11 @@ class TableFamily:
         """
         if (named := hf_config.get("model_type")) != self.model_type:
             raise ValueError(f"model_type is {quoted(named)}; expected {self.model_type}")
-        if hf_config.get("quantization_config") and not block_of(hf_config):
+        if hf_config.get("quantization_config") and not format_of(hf_config):
             raise ValueError(
-                "it has quantization_config; only weights in 16 or 32 bits, or in fp8 with "
-                "weight_block_size, can be moved: take such a directory of the model"
+                "it has quantization_config; only weights in 16 or 32 bits, in fp8 with "
+                "weight_block_size, or of gpt_oss in mxfp4, can be moved: take such a directory of "
+                "the model"
             )
         rope = rope_of(hf_config)
         self._refuse_unknown(hf_config, rope)

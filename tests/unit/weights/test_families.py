@@ -232,8 +232,15 @@ def test_fp8_by_blocks_is_taken() -> None:
     fp8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
     assert arguments("deepseek_v3", quantization_config=fp8) == arguments("deepseek_v3")
     for block in (None, [128], [128, 0], [128, True], "128"):
-        with pytest.raises(ValueError, match="or in fp8 with weight_block_size"):
+        with pytest.raises(ValueError, match="in fp8 with weight_block_size"):
             arguments("deepseek_v3", quantization_config={**fp8, "weight_block_size": block})
+
+
+def test_mxfp4_is_taken_of_gpt_oss_alone() -> None:
+    mxfp4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    assert arguments("gpt_oss", quantization_config=mxfp4) == arguments("gpt_oss")
+    with pytest.raises(ValueError, match="or of gpt_oss in mxfp4"):
+        arguments("mixtral", quantization_config=mxfp4)
 
 
 def test_layers_for_prediction_are_left_out() -> None:
