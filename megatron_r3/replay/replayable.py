@@ -111,7 +111,8 @@ def refusals(config: Any, upstream: Any = None) -> list[str]:
         (  # 0.0 is a capacity too; below 0 is Megatron's word for none (TransformerConfig)
             (given("moe_expert_capacity_factor") or 0) >= 0
             and given("moe_expert_capacity_factor") is not None,
-            "moe_expert_capacity_factor drops tokens after the recorded experts were set; unset it",
+            "moe_expert_capacity_factor drops tokens after the recorded experts were set; unset it "
+            "and moe_pad_expert_input_to_capacity",
         ),
         (
             given("moe_expert_rank_capacity_factor") is not None,
@@ -183,7 +184,8 @@ def _graphs_to_give(config: Any) -> str:
     if (modules := modules_without_router(config)) is None:
         return ""
     option = field_of_modules(config).replace("_", "-")
-    return f"--cuda-graph-impl transformer_engine --{option} {' '.join(modules or ['attn'])}"
+    kept = f"transformer_engine --{option} {' '.join(modules)}" if modules else "none"
+    return f"--cuda-graph-impl {kept}"
 
 
 def unknown_options(config: Any, upstream: Any = None) -> list[str]:

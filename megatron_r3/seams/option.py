@@ -53,7 +53,8 @@ def take_router_out_of_graphs(config: Any, was_made: bool = False) -> None:
         after: moe_router_replay=True, cuda_graph_impl="transformer_engine",
                cuda_graph_modules=[attn]
 
-    Where no graph captures the router, only the option changes. Megatron has already checked the
+    Where no graph captures the router, only the option changes. Where graphs capture nothing but
+    the router, cuda_graph_impl becomes "none". Megatron has already checked the
     given graphs, so Megatron's checks run again, on a copy of the config with the graphs that
     remain. Example: full recompute is allowed only in a graph of the whole iteration.
 
@@ -62,8 +63,8 @@ def take_router_out_of_graphs(config: Any, was_made: bool = False) -> None:
         was_made: as in `prepare_config`. Then layers may have their graphs already.
 
     Raises:
-        ValueError: the string is not "graphs_without_router"; the config was made before; nothing
-            but the router is captured; or Megatron refuses the graphs that remain.
+        ValueError: the string is not "graphs_without_router"; the config was made before; or
+            Megatron refuses the graphs that remain.
     """
     asked = f"moe_router_replay={config.moe_router_replay!r:.80}"
     if config.moe_router_replay != WITHOUT_ROUTER:
@@ -73,11 +74,6 @@ def take_router_out_of_graphs(config: Any, was_made: bool = False) -> None:
     if was_made:
         raise ValueError(f"{asked} came after the config was made; set it before")
     kept = modules_without_router(config)
-    if kept == []:
-        raise ValueError(
-            f"{asked}: the CUDA graphs capture nothing but the router; have them capture attn, or "
-            "give cuda_graph_impl='none'"
-        )
     config.moe_router_replay = True
     if kept is None:
         return
@@ -94,6 +90,8 @@ def take_router_out_of_graphs(config: Any, was_made: bool = False) -> None:
 def _recapture(config: Any, modules: list[str]) -> list[str]:
     """Have graphs of Transformer Engine capture these modules; returns what was changed, in words.
 
+    Without modules there are no graphs.
+
     Raises:
         AssertionError: of Megatron's own checks; the config is as it was.
     """
@@ -101,7 +99,7 @@ def _recapture(config: Any, modules: list[str]) -> list[str]:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     checked = copy.copy(config)
-    graphs: dict[str, Any] = {"cuda_graph_impl": "transformer_engine"}
+    graphs: dict[str, Any] = {"cuda_graph_impl": "transformer_engine" if modules else "none"}
     graphs[field_of_modules(config)] = modules
     # Megatron has already made cuda_graph_impl of the two deprecated fields. From 0.18 on, where
     # the graphs of inference are None, Megatron sets them to what cuda_graph_impl allows.

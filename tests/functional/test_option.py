@@ -173,6 +173,18 @@ def test_the_router_is_taken_out_of_cuda_graphs(
     assert f'in code set moe_router_replay="{WITHOUT}", or give --cuda-graph-impl' in refused
 
 
+@pytest.mark.parametrize("impl", ["transformer_engine", "local"])
+def test_graphs_of_nothing_but_a_router_are_turned_off(patched: TreeWorker, impl: str) -> None:
+    (got,) = patched.run(graphs, 1, WITHOUT, impl, ROUTER, {})
+    assert got[:3] == (True, "none", [])
+    (line,) = got[3]
+    assert f"cuda_graph_impl={impl} became none" in line
+    # the control, and what to give on the command line
+    (refused,) = patched.run(graphs, 1, True, impl, ROUTER, {})
+    assert refused.endswith("or give --cuda-graph-impl none")
+    assert patched.run(graphs, 1, True, "none", ROUTER, {}) == [(True, "none", ROUTER, [])]
+
+
 @pytest.mark.parametrize(("impl", "kept"), [("none", CAPTURED), ("transformer_engine", ["attn"])])
 def test_graphs_without_a_router_stay_as_they_are(
     patched: TreeWorker, impl: str, kept: list[str]
@@ -184,7 +196,6 @@ def test_graphs_without_a_router_stay_as_they_are(
     ("asked", "modules", "options", "why"),
     [
         ("yes", CAPTURED, {}, f'give True, or "{WITHOUT}"'),
-        (WITHOUT, ROUTER, {}, "capture nothing but the router"),
         (
             WITHOUT,
             CAPTURED,

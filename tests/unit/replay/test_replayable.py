@@ -85,14 +85,18 @@ def test_a_graph_is_refused_if_it_holds_the_router(impl, graph, holds_router):
         ("modules", ["mamba", "moe", "attn"], "attn mamba"),
         ("modules", [], "attn"),
         ("modules", ["attn", "full_iteration_inference", "moe"], "attn"),
-        ("scope", ["moe_router"], "attn"),
+        ("scope", ["moe_router"], ""),
     ],
 )
 def test_the_graphs_that_remain_are_ready_to_be_given(name, captured, kept):
     graphs = {"cuda_graph_impl": "transformer_engine", f"cuda_graph_{name}": captured}
     (refusal,) = refusals(SimpleNamespace(**GOOD, **graphs))
-    assert refusal.endswith(f"give --cuda-graph-impl transformer_engine --cuda-graph-{name} {kept}")
-    graphs[f"cuda_graph_{name}"] = kept.split()
+    if kept:
+        kept_graphs = f"transformer_engine --cuda-graph-{name} {kept}"
+        graphs[f"cuda_graph_{name}"] = kept.split()
+    else:
+        kept_graphs = graphs["cuda_graph_impl"] = "none"
+    assert refusal.endswith(f"give --cuda-graph-impl {kept_graphs}")
     assert refusals(SimpleNamespace(**GOOD, **graphs)) == []
 
 
