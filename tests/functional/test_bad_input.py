@@ -48,6 +48,8 @@ def refused_each(worker: TreeWorker, given: dict[str, list[str]], **options: Any
 
 def test_good_commands_are_accepted(patched: TreeWorker, policy: Policy) -> None:
     good = [[], ["--mtp-num-layers", "1"], ["--bf16", "--overlap-moe-expert-parallel-comm"]]
+    # what the refusal of graphs that capture the router alone says to give
+    good += ["--cuda-graph-scope moe_router moe_preprocess --cuda-graph-impl none".split()]
     argvs = [policy.arguments(*more) for more in good]
     assert patched.run(parse_all, 1, argvs) == [[""] * len(argvs)]
 
