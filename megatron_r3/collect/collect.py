@@ -3,7 +3,8 @@
 The code is the same for every engine. `concurrency` workers take the missing samples in turn. A
 worker waits for the engine and the reward (`Sampler`), and hands its rollout to the `Shelf`, which
 writes whole groups. After an error or a signal (SIGKILL excepted) the groups that are whole are
-stored too, unless the plan wants all or nothing, and the same command samples the rest (resume.py).
+stored too, unless the plan wants all or nothing. The same command then samples what is missing
+(resume.py).
 
 Shape suffixes (docs/glossary.md): C, N.
 """

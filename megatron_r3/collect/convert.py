@@ -80,8 +80,9 @@ def convert_responses(
         for the user.
 
     Raises:
-        EngineError: a line is no request with its response, has a wrong group, or is one of those
-            that `skip_refused` would leave out; or there is nothing to store.
+        EngineError: the file cannot be read; a line is no request with its response, has a wrong
+            group, or is one of those that `skip_refused` would leave out; or there is nothing to
+            store.
         RewardError: a line has no reward, or the reward function failed.
         StoreError: `out` exists already, or cannot be written.
     """

@@ -63,7 +63,7 @@ class Answer:
 
     @classmethod
     def of(cls, increment: Increment) -> Answer:
-        """The answer that an increment is by itself; its rows must begin at token 0."""
+        """An increment as an answer; the increment's rows must begin at token 0."""
         return cls(increment.whole(), increment.said)
 
 

@@ -29,8 +29,8 @@ class Agreement:
         version: the newest policy version among the rollouts. All numbers are about this version.
             Rollouts of older versions, sampled by other weights, help to name an alarm's cause.
         k3_kl, extreme, abs_dlogp: means over sampled tokens (megatron_r3.train.losses.agreement).
-        note: "" or, for a store of several policies, that no policy has the model's stamp, or that
-            policies after the model are not compared.
+        note: a sentence for the user if no policy of the store has the model's stamp, or if newer
+            policies than the model are not compared; otherwise empty.
     """
 
     compared: list[Compared]
@@ -157,7 +157,7 @@ def _version_of(store: RolloutStore, model: Path) -> tuple[int, str]:
         return newest, ""
     version = of_stamp.get(policy_stamp(model), -1)
     if version < 0:
-        return newest, f"no shard has the stamp of {model}: it is compared with version {newest}"
+        return newest, f"no shard has the stamp of {model}, which is compared with version {newest}"
     after = f"{model} sampled policy version {version}: later versions are not compared"
     return version, after if version < newest else ""
 

@@ -139,7 +139,7 @@ def _responses(store: RolloutStore) -> dict[str, Any]:
 
 def _by_version(store: RolloutStore, length_M: np.ndarray) -> dict[str, dict[str, Any]]:
     """For each policy version the number, mean reward and mean response length of its rollouts, and
-    the digests of its weights.
+    the digests of its weights: stamps, or that of the first router where a shard has no stamp.
 
     A rollout that several versions sampled counts for the first one, its `policy_version`.
     """

@@ -148,7 +148,7 @@ def _changed(scores: list[_Scores], version: int, group: int, path: Path) -> int
         raise StoreError(
             f"{path}: {len(changed)} rewards of policy version {version}, group {group} changed "
             "and none of their advantages, which belong to the old rewards: put new advantages "
-            "into the column advantage, or nulls: training then makes them from the rewards"
+            "into the column advantage, or nulls, so that training makes them from the rewards"
         )
     return len(changed)
 

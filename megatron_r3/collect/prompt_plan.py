@@ -208,7 +208,8 @@ class Plan:
         sampling: how to sample, as `sampling_for` returns it.
         reward: the function that rewards a response; None if an agent gives all rewards.
         model: the model that the engine runs.
-        out: the store's directory. Samples of this policy version that are in it are not repeated.
+        out: the store's directory. Samples of this policy version that the store already has are
+            not repeated.
         policy_version: which policy samples.
         shard_size: rollouts of a shard, or a few more, so that groups stay whole. A kill loses the
             rollouts that wait for their shard to be full.

@@ -106,9 +106,9 @@ def prompt_digest(content: list[int] | str | list[dict[str, Any]]) -> int:
 def read_prompts(path: Path) -> list[Prompt]:
     """The prompts of JSON lines `{"prompt": ids or text}` or `{"messages": [...]}`.
 
-    The group of a prompt is the line's `group`; if the line has none, its `id`, or the first 63
-    bits of the SHA-256 of an `id` that is a text; if the line has neither, the line's number, from
-    0 on.
+    The group of a prompt is the line's `group`. A line without `group` takes its `id`; an `id` that
+    is a text becomes 63 bits of its SHA-256. A line with neither takes the line's number, from 0
+    on.
 
     Raises:
         PromptError: the file is not readable or empty, a line is no prompt, or two lines have the

@@ -1,9 +1,10 @@
 """Lists the fields of requests to engines by what each field does to the sampled tokens.
 
 The policy loss divides two probabilities of one distribution, so a store must say how its tokens
-were drawn. An unknown field may change that without a trace: a repetition penalty of 1.3 shows in
-none of vLLM's raw log-probs. So `convert` and the embedded sampler refuse a field that `_RECORDED`,
-`PLAIN` and `_FREE` do not name, and `collect` sends no such field.
+were drawn. An unknown field may change how tokens are drawn and leave no trace. For example, a
+repetition penalty of 1.3 shows in none of vLLM's raw log-probs. So `convert` and the embedded
+sampler refuse a field that `_RECORDED`, `PLAIN` and `_FREE` do not name, and `collect` sends no
+such field.
 
 `_RECORDED`, `PLAIN` and `_FREE` have all fields of vLLM 0.30.0 (/v1/completions,
 /v1/chat/completions and /inference/v1/generate) and of SGLang 0.5.23 (/generate and /v1/...); a
@@ -182,8 +183,8 @@ def left_out(engine: str, request: Mapping[str, Any]) -> list[str]:
     """The settings that the engine takes from the model's generation_config.json for this request.
 
     vLLM (`ModelConfig.get_diff_sampling_param`) and SGLang's chats
-    (`ModelConfig.get_default_sampling_params`) take the settings there that a request leaves out.
-    vLLM's /inference/v1/generate and SGLang's /generate do not.
+    (`ModelConfig.get_default_sampling_params`) take each setting that a request leaves out from
+    this file. vLLM's /inference/v1/generate and SGLang's /generate do not read the file.
     """
     takes = {"vllm": "token_ids" not in request, "sglang": "messages" in request}
     if not takes.get(engine, False):

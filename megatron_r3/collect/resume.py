@@ -87,8 +87,8 @@ def _lock(directory: Path) -> int:
 
     A writer removes the lock file at its end, so a process may lock a file that has no name any
     more. Example: A has the lock; B opens the file; A removes the file and ends; B gets the lock of
-    the removed file while C makes and locks a new file. So B compares its open file with the file
-    that has the name after the lock was taken, and tries again if the two differ.
+    the removed file while C makes and locks a new file. So once B has a lock, B compares the locked
+    file with the file that now has the name, and tries again if the two differ.
     """
     path = directory / LOCK
     while True:
@@ -200,11 +200,11 @@ def _check_prompts(
     asked_M = of_version_M & (groups[prompt_M] == group_M)
     for rollout in np.flatnonzero(asked_M & (digest_M != digests[prompt_M])).tolist():
         prompt = prompts[prompt_M[rollout]]
-        name = f"{prompt.where}: {store.name(rollout)} of its group {prompt.group}"
+        name = f"{prompt.where}: {store.name(rollout)} of this line's group {prompt.group}"
         if digest_M[rollout] == 0:  # not known: the user's own code may have written the store
             raise StoreError(
-                f"{name}: the store has no digest of its prompt, so the two prompts cannot be "
-                "compared: give another --out"
+                f"{name}: the store has no digest of the rollout's prompt, so the prompts cannot "
+                "be compared: give another --out"
             )
         raise StoreError(
             f"{name} was sampled from another prompt: give the new prompts another --out, "

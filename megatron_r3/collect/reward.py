@@ -85,11 +85,13 @@ def load_reward(spec: str, folder: Path | None = None, option: str = "--reward")
     """The function that `module:function` names: a reward function, or an agent.
 
     Args:
-        folder: where the module is looked for first; None is the working directory.
+        folder: where the module is looked for first. None adds the working directory in front of
+            sys.path, if sys.path lacks it.
         option: where the name was given, for messages.
 
     Raises:
-        RewardError: the module cannot be imported, or has no such function.
+        RewardError: `spec` has another form, the module cannot be imported, or it has no such
+            function.
     """
     module_name, _, name = spec.partition(":")
     if not module_name or not name:

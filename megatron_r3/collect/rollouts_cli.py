@@ -90,8 +90,8 @@ def run_collect(args: argparse.Namespace, agent: AgentPlan | None = None) -> int
     """Collect, then print what the store has; after signal N the exit status is 128 + N.
 
     Args:
-        agent: makes what samples, and the prompts if they are the agent's; None: the engine
-            answers each prompt once.
+        agent: makes the sampler that runs agents, and the prompts if the agent brings its own. None
+            has the engine answer each prompt of --prompts, as often as --n says.
     """
     from megatron_r3.collect.signals import Interrupted, raising
     from megatron_r3.replay.words import one_line

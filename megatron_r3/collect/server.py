@@ -69,10 +69,10 @@ class Server:
 
         Args:
             prompt, seed, where: as in `Engine.sample`.
-            start: the token of the first row. Megatron's server returns all rows.
+            start: the token of the first row. Rows of earlier tokens, which Megatron's server
+                returns too, are cut off.
             stop: texts at which the response ends.
-            max_tokens: the largest number of tokens of the response, if it is to be less than that
-                of the sampling.
+            max_tokens: a smaller limit of tokens than that of the sampling; None for the same.
 
         Raises:
             NoAnswer, EngineError: as in `Engine.sample`.

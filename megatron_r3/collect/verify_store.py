@@ -31,8 +31,11 @@ class Checked:
 
 
 def read_policies(path: Path, **shape: Any) -> Policies:
-    """The model of a transformers directory; of a folder of published policies a function that
-    returns the model of a policy version (None if it has no folder), read at its first use.
+    """Read what stores are compared with: one model, or the published policies of a run.
+
+    For a transformers directory this is its model. For a folder of published policies it is a
+    function that takes a policy version, and returns the model of that version, or None if the
+    version has no folder. A model is read when the function is first called with its version.
 
     Args:
         shape: what a config does not say, as in `ModelShape.from_hf_config`.

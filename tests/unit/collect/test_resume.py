@@ -47,8 +47,8 @@ def test_other_prompts_are_refused_and_nothing_is_sampled(folder, capsys, kind):
         write_prompts(folder, [lines[3], *lines[1:3]])
         assert main(command(server.url, 2)) == 1
         assert capsys.readouterr().err.splitlines()[1:] == [
-            "error: prompts.jsonl, line 1: store/shard-00000.safetensors: rollout 0 of its group 0 "
-            "was sampled from another prompt: give the new prompts another --out, "
+            "error: prompts.jsonl, line 1: store/shard-00000.safetensors: rollout 0 of this line's "
+            "group 0 was sampled from another prompt: give the new prompts another --out, "
             "or a `group` of their own"
         ]
         write_prompts(folder, [lines[3], *lines[:3]])  # a line more in front: all groups shift
@@ -95,7 +95,7 @@ def test_another_version_has_other_weights(tmp_path, info, version, pushed):
 
 
 OTHER = "was sampled from another prompt: give the new prompts another --out"
-NONE = "the store has no digest of its prompt, so the two prompts cannot be compared: give another"
+NONE = "the store has no digest of the rollout's prompt, so the prompts cannot be compared: give another"
 
 
 @pytest.mark.parametrize("content", [[1, 2], "text", [{"role": "user", "content": "text"}]])
@@ -112,7 +112,7 @@ def test_every_rollout_of_a_group_is_compared(tmp_path, content, rollout):
         if not message:
             assert len(stored_samples(tmp_path / out, INFO, 7, prompts).samples) == 3
             continue
-        name = f"^line 1: .*shard-00000.safetensors: rollout {rollout} of its group 4.* {message}"
+        name = f"^line 1: .*: rollout {rollout} of this line's group 4.* {message}"
         with pytest.raises(StoreError, match=name):
             stored_samples(tmp_path / out, INFO, 7, prompts)
 
