@@ -1,9 +1,10 @@
-"""The embedded sampler as the engine of a collection: requests that can come together do.
+"""The embedded sampler as the engine of a collection: one request asks for all samples at once.
 
-The other samples of a batch change how a sample's logits are rounded. So a request is sent once as
-many responses are waited for as samples are under way. Then the batches are the same in every run,
-also after a kill, and a collection can be repeated bit for bit. Example: 8 agents ask, and 8
-requests go together. Two agents end after their first response: the next 6 requests go together.
+The other samples of a batch change how a sample's logits are rounded. So a request waits until
+every sample under way waits for a response, and then all are sent as one. Then the batches are the
+same in every run, also after a kill, and a collection can be repeated bit for bit. Example: 8
+agents ask, and their 8 requests are sent as one. If two agents end after their first response, the
+next 6 requests are sent as one.
 """
 
 from __future__ import annotations

@@ -168,9 +168,9 @@ class Collector:
         return push
 
     def _before(self, version: int) -> Probe | None:
-        """The probe of the last verified policy of another version; None if it was removed.
+        """The probe of the last verified policy of another version.
 
-        Also None if no policy of another version was verified.
+        None if no policy of another version was verified, or if that policy's files were removed.
         """
         pushed = [
             int(event["version"])

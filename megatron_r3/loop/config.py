@@ -57,7 +57,7 @@ class Config(Table):
 
     @property
     def rollouts_per_collection(self) -> int:
-        """Prompts times samples."""
+        """The rollouts of a collection: its prompts times the samples of each prompt."""
         return self.prompts.per_collection * self.prompts.samples
 
     def path(self, name: str) -> Path:
@@ -176,7 +176,7 @@ def _refused(config: Config) -> list[tuple[bool, str]]:
     return [
         (
             not config.prompts.reward and not config.collector.agent,
-            "[prompts] reward is missing",
+            "[prompts] reward is missing: give module:function, or a [collector] agent",
         ),
         (
             embedded and bool(sampler.shard_size),

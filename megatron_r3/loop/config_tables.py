@@ -116,8 +116,8 @@ class PromptsTable(Table):
             next `per_collection` prompts; after the last prompt the first one follows.
         per_collection: prompts of a collection.
         samples: samples of each prompt.
-        reward: module:function; Python looks for the module in the config's folder first. Only
-            [collector] agent can do without.
+        reward: module:function; Python looks for the module in the config's folder first. Only a
+            config with a [collector] agent may leave it out.
     """
 
     file: str
@@ -131,7 +131,7 @@ class CollectorTable(Table):
 
     Attributes:
         agent: module:function, an async function that takes a client and the prompt's line, and
-            returns the reward. Without it the sampler answers each prompt once.
+            returns the reward. Without it each sample is one response to the prompt.
     """
 
     agent: str = ""

@@ -44,7 +44,8 @@ class EmbeddedSampler:
     Args:
         degrade: makes a model less exact on purpose, for experiments. It is called with each model
             that is loaded, and returns a function that is called before each batch, with the seed
-            of the batch and whether the batch must see the weights alone.
+            of the batch's first request and a bool. True means that the batch must be computed
+            exactly, because it is one of a probe.
     """
 
     def __init__(self, degrade: Callable[[torch.nn.Module], Begin] | None = None) -> None:

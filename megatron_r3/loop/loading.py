@@ -66,7 +66,7 @@ class Loader:
 
         Raises:
             NoAnswer: the server does not answer.
-            LoadError: the server lacks the page that reports it, or the page has another content.
+            LoadError: the server lacks the page with this name, or the page has another content.
         """
         if self.engine != "vllm":
             # not /server_info: there SGLang 0.5.23 goes on reporting the version of its start

@@ -106,9 +106,9 @@ class Pusher:
     async def compare_the_start(self, policy: PublishedPolicy) -> Difference | None:
         """Compare a server that was started with a policy, before weights are loaded into it.
 
-        Such a server has the right weights, so its difference shows what a right load may differ
-        by. Without this difference the first load would be checked against the limits of a first
-        push, which are wide, because they fit every engine and model.
+        Such a server has the right weights, so its difference from the trainer is one that a right
+        load may have. Without this difference the first load would be checked against the limits of
+        a first push. These limits are wide, because they fit every engine and model.
 
         Returns:
             The difference, which the floor then has; None if the server has no weights yet, or the

@@ -46,8 +46,8 @@ class PushFloor:
         """The limit of a push's mean |dlogp|.
 
         The limit is made from `abs_dlogp_all` of the earlier pushes if `left_out` is None in this
-        push or in all earlier pushes; else from `abs_dlogp` of the earlier pushes with a
-        `left_out`.
+        push or in all earlier pushes. Otherwise it is made from `abs_dlogp` of the earlier pushes
+        whose `left_out` is a number.
         """
         usual = [one.abs_dlogp for one in self.before if one.left_out is not None]
         if push.left_out is None or not usual:

@@ -70,7 +70,7 @@ PARTS = {
             "Share of (token, layer) pairs where the trainer's router would choose other experts "
             "than the sampler. Healthy: some percent. With replay the sampler's experts are used."),
         Chart("Token mismatch", "token mismatch", "percent first",
-            "Share of tokens that differ in at least one layer; large in models of many layers."),
+            "Share of tokens with other experts in at least one layer; large with many layers."),
         Chart("Routes dispatched as recorded", "routes dispatched as recorded", "percent",
             "Share of recorded token-expert pairs. Healthy: exactly 100 % with replay, less live."),
         Chart("Router mismatch by layer", LAYER, "percent map",
@@ -179,9 +179,10 @@ def _map(layers: dict[str, Curve], is_share: bool) -> list[dict[str, Any]]:
 
 
 def curve_of(source: str, run: Run) -> Curve:
-    """The finite values of a source (see `Chart`), of a list the smallest value.
+    """The finite values of a source (see `Chart`) by step, collection or version.
 
-    If an x comes twice, its later value counts.
+    A list counts with its smallest value. If a collection or version comes twice, the later value
+    counts.
     """
     kind, of_event, name = source.partition(": ")
     if not of_event:
@@ -198,9 +199,9 @@ def curve_of(source: str, run: Run) -> Curve:
 
 
 def by_layer(source: str, run: Run) -> dict[str, Curve]:
-    """A curve for each layer number, from metrics; or from a list in events.
+    """A curve for each layer number, made from metrics or from the lists of events.
 
-    The values of a list are numbered from 1.
+    The layers of a list are numbered from 1, in the order of its values.
     """
     kind, _, name = source.partition(": ")
     layers = {at[len(LAYER) :]: of for at, of in run.metrics.items() if at.startswith(source)}

@@ -87,7 +87,7 @@ def _run_servers(config: Config) -> int:
 
 
 def _wanted(config: Config, stored: int) -> int:
-    """The version that samples the next collection if it is published; else the newest version."""
+    """The version that is to sample the next collection, or the newest if that is not published."""
     wanted = config.version_of(stored)
     there = published(config.directory.policies)
     return wanted if wanted in there else max(there, default=0)
