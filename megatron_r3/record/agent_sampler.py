@@ -1,9 +1,9 @@
 """Runs an agent for each sample of a collection, and stores the agent's session as its rollouts.
 
-An agent is an async function `(client, prompt) -> reward`. `client` is an AsyncOpenAI; its base URL
-is that of the session on a server of this process, which answers other libraries of the agent too.
-`prompt` is the prompt's whole line. The reward is a number, a list with a number for each turn, or
-None, which leaves it to the reward function.
+An agent is an async function `(client, prompt) -> reward`. `client` is an AsyncOpenAI, whose base
+URL belongs to the session of this sample. This process serves that URL, so other libraries of the
+agent may call it too. `prompt` is the prompt's whole line. The reward is a number, or a list with a
+number for each turn; None has the reward function reward the session.
 
 Shape suffixes (docs/glossary.md): N.
 """
@@ -96,7 +96,8 @@ class AgentSampler(Sampler):
         Raises:
             GivenUp: the agent raised an error, or its session makes no rollout.
             EngineChanged: the engine or its weights are not those of the start.
-            ValueError: the reward is no number, or the reward function failed.
+            ValueError: the reward is no number, or the reward function failed; or with
+                `one_rollout` the session made several rollouts.
         """
         plan, where = self.plan, f"{prompt.where}, sample {index}"
         seed = plan.sampling.seed_of(prompt.group, index, plan.policy_version)

@@ -110,9 +110,9 @@ class Session:
         Args:
             asked: the whole request's messages, text or ids.
             settings: as in `find`.
-            stopped: whether the request had texts at which the response ends. The ids then may
-                have such a text, and the text that the client has does not: the next text of a
-                completion begins a branch.
+            stopped: whether the request had texts at which the response ends. The engine's ids may
+                then hold such a text, which the client did not get. So a later completion cannot
+                continue this turn by its text, and begins a branch.
         """
         self.turns.append(turn)
         if isinstance(asked, str):
@@ -150,7 +150,7 @@ class Session:
         """One rollout for each turn of the only branch, which trains what that turn sampled.
 
         Raises:
-            ValueError: the session has several branches.
+            ValueError: the session has several branches, or its responses contradict each other.
         """
         branches = self.branches()
         if len(branches) != 1:
@@ -208,7 +208,11 @@ def _plain(message: Message) -> dict[str, Any]:
 
 
 def text_of(message: Message) -> str:
-    """The text of a message, whose content may be null, a text, or a list of parts of text."""
+    """The text of a message, whose content may be null, a text, or a list of parts of text.
+
+    Raises:
+        ValueError: the content is something else.
+    """
     content = message.get("content") or ""
     if isinstance(content, str):
         return content

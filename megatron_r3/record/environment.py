@@ -19,7 +19,7 @@ def load_environment(spec: str) -> tuple[Agent, list[Prompt]]:
         spec: verifiers:NAME, where NAME is what verifiers calls the environment.
 
     Raises:
-        ValueError: there is no such environment, or the library is missing or of another kind.
+        ValueError: there is no such environment, or the library is missing or of another version.
     """
     library, _, name = spec.partition(":")
     if library != "verifiers" or not name:

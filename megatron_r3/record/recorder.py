@@ -1,7 +1,7 @@
-"""Records the sessions of clients that nobody here knows, and ends them when they are rewarded.
+"""Records the sessions of clients in other processes, and ends each session when it is rewarded.
 
-An agent may answer for hours, so a session ends when somebody rewards it. Its rollouts are in the
-store (session_shards.py) before the request with the reward is answered.
+An agent may work for hours, so a session ends only when a client sends its reward. The session's
+rollouts are in the store (session_shards.py) before the request with the reward is answered.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ async def recording(
     say: Callable[[str], None],
     **of_sessions: Any,
 ) -> AsyncIterator[Recorder]:
-    """Record while the block runs; at the end the sessions that are left are named.
+    """Record while the block runs; at its end print a line for each session without a reward.
 
     Args:
         engine: samples the responses; it is closed at the end.
@@ -89,8 +89,8 @@ class Recorder(Sessions):
 
     Args:
         most_sessions: how many sessions may be open at a time.
-        idle_s: a session without a request for so many seconds ends: the reward function rewards
-            it, or it is named and dropped if there is none.
+        idle_s: a session without a request for so many seconds ends. The reward function rewards
+            the session; without a reward function the session is dropped, and a line says so.
         say: prints a line about a session.
         shards: writes the rollouts.
         of_sessions: the arguments of `Sessions`.
@@ -134,8 +134,8 @@ class Recorder(Sessions):
     async def end(self, name: str, reward: Any = None) -> tuple[int, list[float]]:
         """Store a session's rollouts, and forget the session.
 
-        A client that does not wait for the answer changes nothing; its second request, if it comes
-        before the first one has ended, gets the answer of the first one.
+        The session is stored even if the client does not wait for the answer. A second request to
+        end the session, while the first one is at work, gets the answer of the first one.
 
         Args:
             reward: as in `Sessions.rewarded`.
@@ -189,7 +189,7 @@ class Recorder(Sessions):
             raise NoSession(f"{_shown(name)}: {error}") from error
 
     async def end_idle_sessions(self) -> None:
-        """End the sessions that wait too long, until this task is cancelled."""
+        """End the sessions that had no request for `idle_s`, until this task is cancelled."""
         while True:
             await asyncio.sleep(min(_LOOK_S, self._idle_s))
             for name, one in list(self.open.items()):

@@ -214,7 +214,8 @@ class Sessions:
                 None has the reward function reward each rollout.
 
         Raises:
-            ValueError: the reward is no number, or the reward function failed.
+            ValueError: the reward is no number, there is none, or the reward function failed; a
+                list does not fit the turns; or the responses of a branch contradict each other.
         """
         where, session = str(one), one.session
         if isinstance(reward, list):
