@@ -95,7 +95,7 @@ def test_another_version_has_other_weights(tmp_path, info, version, pushed):
 
 
 OTHER = "was sampled from another prompt: give the new prompts another --out"
-NONE = "the store has no digest of the rollout's prompt, so the prompts cannot be compared: give another"
+NONE = "the store has no digest of the rollout's prompt, so the prompts cannot be compared"
 
 
 @pytest.mark.parametrize("content", [[1, 2], "text", [{"role": "user", "content": "text"}]])
