@@ -71,8 +71,8 @@ def convert_responses(
 
     Args:
         shard_size: rollouts of a shard, or a few more, so that groups stay whole.
-        skip_refused: leave out lines whose response cannot be decoded, whose request has a field
-            that is refused, or whose sampling settings or model are not those of the first line.
+        skip_refused: leave out lines that cannot be decoded or whose request is refused, and lines
+            whose sampling settings, model or policy version are not those of the lines before.
             False raises an error for such a line. A wrong group or reward always raises one.
 
     Returns:
@@ -83,7 +83,7 @@ def convert_responses(
         EngineError: the file cannot be read; a line is no request with its response, has a wrong
             group, or is one of those that `skip_refused` would leave out; or there is nothing to
             store.
-        RewardError: a line has no reward, or the reward function failed.
+        RewardError: a line has no reward or a wrong one, or the reward function failed.
         StoreError: `out` exists already, or cannot be written.
     """
     skipped: list[str] = []

@@ -72,8 +72,8 @@ class RewardSample:
         others = [name for name in BESIDE_CONTENT if self.message.get(name)]
         if others:
             raise RewardError(
-                f"the message has {' and '.join(others)} beside its content, which response_text "
-                "would leave out: read sample.message instead"
+                f"the message has {' and '.join(others)} too, and response_text is the content "
+                "alone: read sample.message instead"
             )
         return self.message["content"] or ""
 

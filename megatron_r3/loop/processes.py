@@ -143,8 +143,8 @@ def filled_in(command: Sequence[str], values: Mapping[str, str]) -> list[str]:
 def signals_raise() -> Iterator[None]:
     """Make SIGTERM and SIGHUP raise KeyboardInterrupt inside the block, as ctrl-C does.
 
-    In any other thread than the main one this does nothing: Python allows handlers in the main
-    thread only, and only the main thread gets signals.
+    A signal that is ignored, as nohup does with SIGHUP, stays ignored. In any other thread than the
+    main one this does nothing: Python runs handlers in the main thread only.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

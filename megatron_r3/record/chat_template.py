@@ -1,7 +1,8 @@
 """From messages to ids and back, by the tokenizer and the chat template of the model's directory.
 
-The ids of a conversation that goes on are not made again: only what is new is rendered. The new
-part is found with a marker in place of what the model wrote. Example, with a call of a tool:
+The ids of a conversation that goes on are not made again: the template renders all messages, but
+only the new text becomes ids. A marker in place of what the model wrote shows where the new text
+begins (if the model called a tool, the marker stands in the call's arguments). Example:
 
     [..., the model "@@", the tool "4"]  ->  ...assistant\\n@@<end>\\n<start>tool\\n4<end>\\n...
     [..., the model "@@"]                ->  ...assistant\\n@@<end>\\n

@@ -144,7 +144,7 @@ class Ledger:
         where = " ".join(map(str, self.store.directories))
         if consumed < last["start"]:
             raise StoreError(
-                f"{where}: the checkpoint began with this store at sample {last['start']}, "
+                f"{where}: by the checkpoint this store began at sample {last['start']}, "
                 f"but only {consumed} samples are counted as used: begin anew with --finetune"
             )
         again = (

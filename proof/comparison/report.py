@@ -212,7 +212,7 @@ def document(root: Path) -> str:
             "the largest, over the second half of a run."
         )
         wrapped = fill(where, 120, break_long_words=False, break_on_hyphens=False)
-        shown = "![reward and k3 by collection, for each regime](comparison.png)"
+        shown = "![reward and k3 by collection, in the regimes with a mismatch](comparison.png)"
         part = f"{wrapped}\n\n{tables(record)}\n\n{shown}"
     return filled(page.read_text(), "comparison", part, page, "proof.comparison.report")
 

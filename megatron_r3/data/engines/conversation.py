@@ -194,8 +194,8 @@ def _refuse_holes(routes: Routes, where: str) -> None:
         token = int(np.argmin(routes.recorded_T))  # False is less than True: the first False
         raise EngineError(
             f"{where}: no response brought the row of token {token} "
-            f"({int((~routes.recorded_T).sum())} of {routes.num_rows} rows are missing); ask for "
-            "the routes of a next turn from the last token of the turn before on"
+            f"({int((~routes.recorded_T).sum())} of {routes.num_rows} rows are missing); with "
+            "each next turn ask for routes beginning at the last token of the previous turn"
         )
 
 
