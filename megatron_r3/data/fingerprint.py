@@ -138,4 +138,4 @@ def _opened(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="pt") as file:
             yield file
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path}: not a whole safetensors file ({error})") from error
+        raise ValueError(f"{path}: cannot be read as safetensors ({error})") from error

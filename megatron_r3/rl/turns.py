@@ -288,7 +288,7 @@ class TurnRoutes:
         return rows_BS
 
     def _put(self, rows_S: Tensor, start: int, turn: int) -> None:
-        """Write a turn's row ids into `rows_S` from position `start` on; what does not fit is cut off."""
+        """Write a turn's row ids into `rows_S` from `start` on; what does not fit is cut off."""
         first, end = self.first_M[turn : turn + 2].tolist()
         end = min(end, first + len(rows_S) - start)
         rows_S[start : start + end - first] = torch.arange(first, end)

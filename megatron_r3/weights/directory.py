@@ -49,7 +49,7 @@ class Reading(ExitStack):
                 try:
                     file = opened.enter_context(safe_open(path, framework="pt"))
                 except (SafetensorError, OSError) as error:
-                    raise ValueError(f"{path}: not a whole safetensors file ({error})") from error
+                    raise ValueError(f"{path}: cannot be read as safetensors ({error})") from error
                 if twice := self._of.keys() & {*file.keys()}:
                     raise ValueError(
                         f"{path}: the tensor {min(twice)} is in another file too; remove one"

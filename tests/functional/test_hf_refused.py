@@ -311,8 +311,8 @@ def _tensor(change: Any) -> Any:
 # other fields of config.json: tests/unit/weights/test_families.py, test_families.py
 IMPORTS = {
     "gone": (shutil.rmtree, ("no config.json",)),
-    "no file": (lambda f: (f / LAST).unlink(), (LAST, "not a whole safetensors")),
-    "cut": (lambda f: os.truncate(f / LAST, 5000), ("not a whole safetensors",)),
+    "no file": (lambda f: (f / LAST).unlink(), (LAST, "cannot be read as safetensors")),
+    "cut": (lambda f: os.truncate(f / LAST, 5000), ("cannot be read as safetensors",)),
     "family": (_with("model_type", "gpt2"), ("is 'gpt2', which is not among this project's",)),
     "quantized": (_with("quantization_config", {"bits": 4}), ("has quantization_config",)),
     "index": (

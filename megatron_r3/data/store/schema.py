@@ -129,7 +129,7 @@ class StoreInfo(MoEShape):
 
     @property
     def policy(self) -> tuple[tuple[str, ...], str, str]:
-        """What tells one policy from another: router digests, stamp, and the weights' version as the engine names it."""
+        """What tells policies apart: router digests, stamp, the engine's version of its weights."""
         return self.router_fingerprint, self.policy_stamp, self.engine_policy
 
     def check(self, where: str = "StoreInfo") -> None:
