@@ -114,8 +114,10 @@ class Engine(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, behave: Behave, delay: float, answer: Answer, pages: dict[str, Any]) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+    def __init__(
+        self, behave: Behave, delay: float, answer: Answer, pages: dict[str, Any], port: int
+    ) -> None:
+        super().__init__(("127.0.0.1", port), _Handler)
         self.behave, self.delay, self.answer, self.pages = behave, delay, answer, pages
         self.asked: Counter[int] = Counter()
         self.answered: Counter[int] = Counter()
@@ -229,9 +231,10 @@ def engine(
     delay: float = 0.0,
     answer: Answer = answer,
     pages: dict[str, Any] = PAGES,
+    port: int = 0,
 ) -> Iterator[Engine]:
     """A running server."""
-    server = Engine(behave, delay, answer, pages)
+    server = Engine(behave, delay, answer, pages, port)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,))
     thread.start()
     try:

@@ -132,7 +132,7 @@ def whole(sample):
     ("change", "message"),
     [
         ({"content": None, "tool_calls": [{"function": {"arguments": '{"x": 42}'}}]}, "tool_calls"),
-        ({"content": None, "reasoning": "so it is 42"}, "the message has reasoning too"),
+        ({"content": None, "reasoning": "so it is 42"}, "reasoning too, and response_text is"),
         ({"content": "4", "reasoning_content": "42"}, "reasoning_content"),
         ({"content": None, "refusal": "42?"}, "refusal"),
     ],

@@ -114,5 +114,5 @@ def test_what_cannot_be_stamped_is_named(tmp_path):
     shutil.copy(folder / "model-0.safetensors", tmp_path / "whole")
     for data in (b"", (tmp_path / "whole").read_bytes()[:-1], b"\xff" * 64):
         folder.joinpath("model-1.safetensors").write_bytes(data)
-        with pytest.raises(ValueError, match=r"model-1\.safetensors: cannot be read as safetensors"):
+        with pytest.raises(ValueError, match=r"model-1\.safetensors: cannot be read as"):
             policy_stamp(folder)
