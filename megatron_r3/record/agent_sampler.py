@@ -111,16 +111,22 @@ class AgentSampler(Sampler):
             http_client=http,
             max_retries=plan.refused_retries,
         )
+        # A task of its own: if the agent cancels itself, that must not end the worker silently.
+        running = asyncio.ensure_future(self._run(client, prompt, where))
         try:
-            reward = await self._run(client, prompt, where)
+            await asyncio.wait({running})
         finally:
+            await end_tasks({running})
             await http.aclose()
             del self._sessions.open[f"id:{name}"]
             self._leave()
+        if running.cancelled():
+            raise GivenUp(f"{where}: the agent cancelled itself")
+        reward = running.result()
         if not one.session.turns:
             raise GivenUp(f"{where}: the agent asked for no response")
         try:
-            rollouts = await self._sessions.rewarded(one, reward)
+            rollouts = await self._sessions.rewarded(one, reward, prompt.fields)
         except EngineError as error:
             raise GivenUp(f"{where}: {error}") from error
         if self._one_rollout and len(rollouts) > 1:

@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from megatron_r3.collect.engine import EngineChanged, EnginePolicy
@@ -206,12 +207,15 @@ class Sessions:
         message = self._template.message(text, question.tools)
         return Turn(before, replace(increment, said=Said()), new, message, said.finish_reason)
 
-    async def rewarded(self, one: Open, reward: Any = None) -> list[Rollout]:
+    async def rewarded(
+        self, one: Open, reward: Any = None, line: Mapping[str, Any] = MappingProxyType({})
+    ) -> list[Rollout]:
         """The rollouts of a session, with their rewards; group, sample and version are not set.
 
         Args:
             reward: the reward of each rollout, a number; or a list with a number for each turn;
                 None has the reward function reward each rollout.
+            line: the prompt's line, which the reward function gets among its fields.
 
         Raises:
             ValueError: the reward is no number, there is none, or the reward function failed; a
@@ -228,11 +232,16 @@ class Sessions:
             rewards = [checked_reward(value, f"{where}: the reward is") for value in reward]
         else:
             rollouts = session.rollouts(where, self._all_turns)
-            rewards = await self._rewards_of(session, rollouts, reward, where)
+            rewards = await self._rewards_of(session, rollouts, reward, line, where)
         return [replace(one, reward=value) for one, value in zip(rollouts, rewards, strict=True)]
 
     async def _rewards_of(
-        self, session: Session, rollouts: list[Rollout], reward: Any, where: str
+        self,
+        session: Session,
+        rollouts: list[Rollout],
+        reward: Any,
+        line: Mapping[str, Any],
+        where: str,
     ) -> list[float]:
         if reward is not None:
             return [checked_reward(reward, f"{where}: the reward is")] * len(rollouts)
@@ -242,7 +251,8 @@ class Sessions:
         for branch, rollout in zip(session.branches(), rollouts, strict=True):
             last = branch[-1]
             said = Said(last.message, last.finish_reason)
-            sample = RewardSample.of(rollout, _fields(branch), said, 0, len(rewards))
+            fields = {**line, **_fields(branch)}
+            sample = RewardSample.of(rollout, fields, said, 0, len(rewards))
             rewards.append(await self._rewards.run(score, self._reward, sample, where))
         return rewards
 

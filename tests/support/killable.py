@@ -82,13 +82,12 @@ def _session(client: httpx.Client, number: int, log: int) -> None:
 
 
 def _agent(url: str, log: int, numbers: itertools.count[int]) -> None:
-    while True:
-        with httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
+    with httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
+        while True:
             try:
-                while True:
-                    _session(client, next(numbers), log)
+                _session(client, next(numbers), log)
             except httpx.HTTPError:
-                time.sleep(0.05)
+                time.sleep(0.2)
 
 
 if __name__ == "__main__":

@@ -62,12 +62,21 @@ async def lazy(client, prompt):
     return 1.0
 
 
+async def cancels(client, prompt):
+    import asyncio
+    raise asyncio.CancelledError
+
+
+async def exits(client, prompt):
+    raise SystemExit(0)
+
+
 def no_coroutine(client, prompt):
     return 1.0
 
 
 def count(sample):
-    return len(sample.fields["messages"])
+    return len(sample.fields["messages"]) + 10 * sample.fields["worth"]
 """
 
 
@@ -124,7 +133,7 @@ def test_branches_and_turns_are_rollouts_of_their_own(collect):
     assert (status, err) == (0, "")
     store = RolloutStore(["out"])
     assert store.column("sample").tolist() == [0, 1 << 20] * 2
-    assert store.column("reward").tolist() == [4] * 4
+    assert store.column("reward").tolist() == [4, 4, 14, 14]
     assert collect("turns", 1, "--policy-version", "1", "--out", "by_turn")[0] == 0
     assert RolloutStore(["by_turn"]).column("reward").tolist() == [1, 2, 3] * 2
 
@@ -140,6 +149,8 @@ def test_an_agent_that_fails_is_named_and_the_others_are_stored(collect):
     ("agent", "more", "said"),
     [
         ("lazy", [], "line 1, sample 0: the agent asked for no response"),
+        ("cancels", [], "line 1, sample 0: the agent cancelled itself"),
+        ("exits", [], "line 1, sample 0: the agent raised SystemExit: 0"),
         ("no_coroutine", [], "is no async function: write `async def solve(client, prompt)`"),
         ("forks", [], "no reward: give a number, or the option --reward"),
         ("lazy", ["--environment", "verifiers:x"], "--environment: give one of the two"),
