@@ -42,8 +42,10 @@ def test_a_conflict_gives_five_lines_and_a_checkout_to_work_in(upstream, tmp_pat
     git("checkout", "--quiet", "-f", cwd=work)
     apply = "git am --show-current-patch=diff | git apply --3way"
     assert apply in lines[4]
-    subprocess.run(apply, shell=True, cwd=work, capture_output=True, check=False)
-    (conflict,) = re.findall(r"<<<<<<< ours\n.*>>>>>>> theirs\n", (work / ROUTER).read_text(), re.S)
+    done = subprocess.run(apply, shell=True, cwd=work, capture_output=True, check=False)
+    text = (work / ROUTER).read_text()
+    assert text.count("<<<<<<< ours\n") == 1, done.stderr
+    (conflict,) = re.findall(r"<<<<<<< ours\n.*>>>>>>> theirs\n", text, re.S)
     resolve(work, ROUTER, conflict, "line thirty-one\nbind(hook, new)\n")
     done = bump(upstream)
     assert done.names == tuple(file.name for file in upstream.series)
