@@ -3,8 +3,8 @@
     python -m demo.online --megatron TREE [--out DIR] [--seed N] [--agent]
 
 A tiny Qwen3-MoE that sorts digits badly learns to sort them, or with --agent to call a tool that
-does. `megatron-r3 rl run` starts a sampler,
-a collector and a trainer, which work in turn. Every policy is verified before it samples.
+sorts. `megatron-r3 rl run` starts a sampler, a collector and a trainer, which work in turn. Every
+policy is verified before it samples.
 """
 
 from __future__ import annotations

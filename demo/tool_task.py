@@ -3,9 +3,9 @@
     <user> 3 1 2 <end> <model>  CALL 3 1 2 CLOSE <end>  <tool> 1 2 3 <end> <model>  1 2 3 <end>
 
 CALL and CLOSE are what surrounds the digits in `<tool_call>{"name": "sort", "arguments": {"digits":
-"312"}}</tool_call>`. Each of them is one token, and so is each digit. The policy of the start calls
-the tool in one of four answers; in the others it gives the digits back as they came. It is rewarded
-for digits in the right place, and so it learns to call.
+"312"}}</tool_call>`. CALL and CLOSE are one token each, and so is each digit. In the first training
+a quarter of the conversations call the tool; in the others the model gives the digits back as they
+came. The reward is the share of digits in the right place, so the policy learns to call.
 """
 
 from __future__ import annotations

@@ -74,6 +74,8 @@ def _run_collect(args: argparse.Namespace) -> int:
         raise ValueError("agents ask a server: give --engine vllm, sglang or megatron")
     if args.agent and args.environment:
         raise ValueError("--agent and --environment: give one of the two")
+    if args.environment and args.prompts:
+        raise ValueError("--environment has prompts of its own: leave --prompts out")
 
     def plan() -> Any:
         from megatron_r3.collect.reward import load_reward

@@ -4,8 +4,8 @@ A call of `store` returns once its rollouts are in the store, so an agent that g
 reward knows that its rollouts outlive a kill. Sessions that end within the same moment share a
 shard.
 
-The group of a session is a digest of the ids of its first answered request, so the
-sessions that began with the same prompt are one group, also after the recorder was started again.
+The group of a session is a digest of the ids of its first answered request. So the sessions that
+began with the same prompt are one group, also after the recorder was started again.
 """
 
 from __future__ import annotations

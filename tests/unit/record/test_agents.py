@@ -181,6 +181,21 @@ def test_an_agent_cannot_hide_that_the_engine_changed(collect):
     assert seen
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["other:x"], "--environment other:x: give it as verifiers:NAME"),
+        (["verifiers:x"], "--environment verifiers:x: pip install 'verifiers>=0.1.10,<0.4'"),
+        (["verifiers:x", "--prompts", "p"], "prompts of its own: leave --prompts out"),
+    ],
+)
+def test_an_environment_that_cannot_run_says_why(chat_model, words, said, tmp_path, capsys):
+    command = ["rollouts", "collect", "--engine", "vllm", "--url", "http://127.0.0.1:9", "--n", "1"]
+    command += ["--out", str(tmp_path / "out"), "--model", str(chat_model[0])]
+    assert main([*command, "--environment", *words]) == 1
+    assert said in capsys.readouterr().err
+
+
 def test_a_command_without_prompts_or_reward_says_what_to_give(capsys, tmp_path):
     words = ["rollouts", "collect", "--engine", "vllm", "--url", "http://127.0.0.1:9", "--n", "1"]
     words += ["--out", str(tmp_path / "out"), "--model", str(tmp_path)]
