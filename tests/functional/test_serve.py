@@ -5,13 +5,16 @@ Shape suffixes (docs/glossary.md): K, L, T.
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
+from recording import recording
 from training import Policy, trained_with
 
 from demo import megatron_server, task
@@ -92,6 +95,34 @@ def test_collect_stores_what_the_server_samples(url: str, policy: Policy, tmp_pa
     assert main(["rollouts", "verify", str(tmp_path / "store"), "--model", str(policy.hf)]) == 0
     inspected = ["rollouts", "inspect", str(tmp_path / "store"), "--model", str(policy.hf)]
     assert main([*inspected, "--fail-on-alarm"]) == 0
+
+
+def test_a_session_of_three_turns_has_the_rows_of_one_forward_pass(url, policy, tmp_path):
+    ids = list(task.problem(10_000_000)[0])
+
+    async def turns() -> None:
+        nonlocal ids
+        async with recording(policy.hf, url, tmp_path / "store", "megatron") as run:
+            for _ in range(3):
+                body = {"model": "any", "prompt": ids, "max_tokens": 4}
+                status, answer = await run.post("sessions/s/completions", body)
+                assert status == 200, answer
+                (turn,) = run.recorder.open["id:s"].session.turns[-1:]
+                ids = [*turn.increment.tokens_N.tolist(), 5, 6]
+            assert (await run.post("sessions/s/reward", {"reward": 1.0}))[0] == 200
+
+    asyncio.run(turns())
+    rollout = RolloutStore([tmp_path / "store"]).rollout(0)
+    assert len(rollout.spans_U2) == 3
+    tokens = rollout.tokens_N.tolist()
+    request = {"prompt": tokens, "max_tokens": 1, "logprobs": 0, "top_k": 1, "top_p": 0.0}
+    response = httpx.post(f"{url}/v1/completions", json=request, timeout=60).json()
+    (whole,) = decode("megatron", response, request, ModelShape.from_hf_config(policy.hf), "x")
+    rows = len(tokens) - 1
+    whole_LTK = np.sort(whole.routes.ids_LTK[:, :rows], -1)
+    stitched_LTK = np.sort(rollout.routes.ids_LTK, -1)
+    assert np.array_equal(stitched_LTK, whole_LTK)
+    assert not np.array_equal(stitched_LTK[:, 1:], whole_LTK[:, :-1])
 
 
 def test_two_ranks_answer_as_one(url, patched_tree, policy, tmp_path):
