@@ -14,6 +14,7 @@ def add_balance(
     """Register `skew`.
 
     Args:
+        commands: those of `megatron-r3 rollouts`.
         number: makes an argparse type; takes `int` or `float` and the smallest allowed number.
     """
     summary = "show how unevenly rollouts load the ranks: in store order, shuffled, and with guests"
@@ -40,7 +41,11 @@ def add_balance(
 
 
 def run_skew(args: argparse.Namespace) -> int:
-    """Print the table, or with --json the numbers."""
+    """Print the table, or with --json the numbers.
+
+    Raises:
+        ValueError: a store cannot be read, or as `measure_skew`.
+    """
     import json
 
     from megatron_r3.balance.skew import SkewPlan, measure_skew

@@ -45,7 +45,7 @@ def parameters_are_there(experts: Any) -> bool:
 
 
 def _waits(experts: Any) -> Iterator[tuple[Any, Any]]:
-    """The modules whose hook waits for parameters, and the hooks."""
+    """The modules with a hook that waits for parameters, and the hooks."""
     for module in experts.modules():
         for hook in module._forward_pre_hooks.values():
             if getattr(hook, "__qualname__", "").startswith(_WAITS):

@@ -1,4 +1,4 @@
-"""Where each token goes once hot experts have guests, and whose weights go where.
+"""Where each token goes once hot experts have guests, and which weights go to which rank.
 
 A rank has a place for each of its own experts, and then its guest slots. Example with 2 ranks, 4
 experts and one slot a rank: the places 0 1 2 of rank 0 hold the experts 0 1 and a guest, the places
@@ -91,7 +91,7 @@ def place_tokens(
         counts_RLE: how many tokens each rank sends to each expert.
         moves: planned for the sum of `counts_RLE` over all ranks.
         slots: guest slots of a rank.
-        rank: the rank whose view of the guests is returned.
+        rank: the rank for which the guests are returned.
 
     Returns:
         The counts, int64 `[R, L, I]`, the same on every rank; and for each layer its guests, or

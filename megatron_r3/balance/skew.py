@@ -25,7 +25,7 @@ SEED = 1  # of the shuffle, which is that of --rollouts-shuffle over one batch o
 
 @dataclass(frozen=True)
 class SkewPlan:
-    """What to work out.
+    """What `measure_skew` works out.
 
     Attributes:
         ep: sizes of the expert-parallel group.

@@ -11,7 +11,7 @@ _WORDS = {"store": "store order", "shuffled": "shuffled"}
 
 
 def skew_table(numbers: dict[str, Any], by_layer: bool = False) -> str:
-    """A line for each size, a column for each order and number of guest slots.
+    """The table: a line for each size, a column for each order and number of guest slots.
 
     Args:
         by_layer: whether each size also has a line for each layer.

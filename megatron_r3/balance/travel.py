@@ -1,6 +1,6 @@
 """How the weights of hot experts travel to their guests, and the gradients back.
 
-Layers whose experts have the same shapes share two sets of slots, so that the weights of the next
+Layers with experts of the same shapes share two sets of slots, so that the weights of the next
 layer can travel while this layer computes. In the backward pass the weights are sent again, because
 other layers have used the slots since. So guests need memory for the guests' weights of two layers,
 and for what is being sent: weights and gradients of one layer.
@@ -47,8 +47,9 @@ class Trip:
     Attributes:
         stay: which weights these are.
         guests: which ranks have guests of which experts.
-        weights: returns the parameters of each of this rank's own experts, as a slot orders them.
-            It is called when the weights are sent; the parameters must then be those of this step.
+        weights: returns the parameters of each of this rank's own experts, in the order in which a
+            slot has them. It is called when the weights are sent; the parameters must then be
+            gathered for this step.
     """
 
     stay: Stay
@@ -67,11 +68,11 @@ class _Set:
 
 @dataclass
 class Slots:
-    """The guest slots of a rank, for all layers whose experts have the same shapes.
+    """The guest slots of a rank, for all layers with experts of the same shapes.
 
     Attributes:
         group: a process group of the ranks that share the experts. Nothing else uses the group, so
-            that no other collective gets between those of the slots.
+            no other collective gets between the collectives of the slots.
         shapes: the shapes of the parameters of one expert.
         buffer: `[2, slots, numel]`, two sets of slots.
     """

@@ -109,11 +109,11 @@ class HostRoutes:
 
     Attributes:
         ids_LTK: uint8 or int16; padding is spread over all experts.
-        live_T: bool, True for tokens whose route was not recorded; False for padding.
+        live_T: bool, True for tokens without a recorded route; False for padding.
         padding_T: bool, True for padding.
         rows_T: int64, the row ids.
-        mean_tokens: the whole batch's real tokens, as an average over the ranks that share the
-            batch. None means that the average is not known.
+        mean_tokens: how many tokens of the whole batch are not padding, as a mean over the ranks
+            that share its sequences. None means that the mean is not known.
         packed: one buffer, pinned if there is a GPU, of which `ids_LTK`, `live_T` and `padding_T`
             are views.
     """
@@ -145,7 +145,7 @@ class HostRoutes:
 
     @property
     def recorded_T(self) -> Tensor:
-        """Tokens whose route was recorded, bool on the host; no padding is among them."""
+        """True for tokens with a recorded route, bool on the host; False for padding."""
         return torch.from_numpy(~(self.live_T | self.padding_T))
 
     def on_device(
@@ -184,7 +184,7 @@ def read_routes(
 
     Raises:
         ValueError: the source has no routes of a layer, or its ids have another dtype than
-            `id_dtype` says.
+            `id_dtype` says. `source.routes` may raise errors of its own, about rows.
     """
     trace = [source.info.moe_layers.index(number - 1) for number in layer_numbers]
     routes = HostRoutes.empty(len(trace), rows_T.numpy(), source.info, mean_tokens)

@@ -137,6 +137,9 @@ class MicrobatchRoutes:
 
     Attributes:
         used: how often each layer took, compared or recorded routes, recomputes included.
+
+    Raises:
+        ReplayError: ids or a mask of a wrong type, or a tally that another micro-batch has.
     """
 
     ids: dict[int, Tensor]
@@ -211,7 +214,7 @@ class MicrobatchRoutes:
 
     @property
     def untaken(self) -> list[int]:
-        """The layers whose routes no router took; empty unless the mode is REPLAY."""
+        """The layers with routes that no router took; empty unless the mode is REPLAY."""
         if self.mode is not Mode.REPLAY:
             return []
         return [layer for layer in self.ids if not self.used[layer]]
@@ -228,8 +231,9 @@ class MicrobatchRoutes:
             live_topk: the router's own choice, called only where that choice is needed.
 
         Raises:
-            ReplayError: the layer has no routes, routes of another shape, or wrong ids on the host;
-                or its live choices or its tally belong to an earlier forward pass.
+            ReplayError: the layer has no routes, routes of another shape, ids that are no integers,
+                or wrong ids on the host; the layers have routes of different shapes; or the live
+                choices or the tally belong to an earlier forward pass.
         """
         if layer_number in self.as_with_gradients and not torch.is_grad_enabled():
             with torch.enable_grad():  # the scores have no graph, so none is made here
@@ -405,7 +409,7 @@ class MicrobatchRoutes:
         return ids_TK
 
     def _compare(self, layer_number: int, ids_TK: Tensor, chosen_TK: Tensor) -> None:
-        """Count the tokens whose live choice is another set of experts."""
+        """Count the tokens for which the live choice is another set of experts."""
         compared_T = None if self.tally is None else self.tally.compared_in(layer_number)
         if self.tally is None or compared_T is None:
             return

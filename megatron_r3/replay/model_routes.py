@@ -107,8 +107,9 @@ class ModelRoutes:
                 experts make.
 
         Raises:
-            ValueError: the source is for another model, or `rows_BS` is no int64 tensor of two axes
-                on the host.
+            ValueError: the source is for another model, `rows_BS` is no int64 tensor of two axes on
+                the host, or its sequences cannot be split for sequence parallelism.
+            PlanError: as `Planner.plan`.
         """
         routes = self.read(source, rows_BS, mean_tokens)
         tally = None
@@ -138,6 +139,9 @@ class ModelRoutes:
         """The dispatch sizes of each layer; None without plans, or if a rank has live tokens.
 
         It is collective among the ranks that share experts.
+
+        Raises:
+            PlanError: as `Planner.plan`.
         """
         return self._planner.plan(routes) if self._planner else None
 
@@ -191,8 +195,8 @@ def router_mismatch(microbatches: Iterable[MicrobatchRoutes]) -> dict[int, tuple
     the ranks before you divide: ranks have different numbers of tokens.
 
     Returns:
-        For each layer the number of counted tokens whose live choice is another set of experts, and
-        the number of counted tokens. Micro-batches without a tally are left out.
+        For each layer the number of counted tokens with another live choice, and the number of
+        counted tokens. Micro-batches without a tally are left out.
     """
     pairs: dict[int, list[Tensor]] = {}
     for tally in (one.tally for one in microbatches if one.tally is not None):

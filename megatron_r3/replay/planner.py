@@ -85,7 +85,7 @@ class Planner:
             )
 
     def plan(self, routes: PlannedRoutes) -> dict[int, LayerSizes] | None:
-        """The sizes of every layer; None if any rank has tokens whose route is not known yet.
+        """The sizes of every layer; None if any rank has tokens without a known route.
 
         Raises:
             PlanError: a rank sends more (token, expert) pairs in one layer than in another.

@@ -53,11 +53,15 @@ class RankLayout:
         return batch | {name: batch[name][:, positions_S] for name in fields}
 
     def router_order(self, field_BS: Tensor) -> Tensor:
-        """A field of a split batch, flat, in the order of the tokens in this rank's routers."""
+        """A field of a split batch, flat, in the order of the tokens in this rank's routers.
+
+        Raises:
+            ValueError: as `rows.router_order`.
+        """
         return router_order(field_BS, self.sp_size, self.sp_rank)
 
     def mean_tokens(self, rows_BS: Tensor) -> float:
-        """A whole batch's real tokens, as an average over the ranks that share its sequences."""
+        """The tokens of a whole batch that are not padding, divided by CP size times TP size."""
         return np.count_nonzero(rows_BS.numpy() != PADDING) / (self.cp_size * self.tp_size)
 
     def _local(self, batch: dict[str, Tensor]) -> Tensor:
@@ -75,8 +79,7 @@ class RankLayout:
     def _of_document(self, length: int) -> Tensor:
         """This rank's positions of a document, int64, as Megatron itself chooses them.
 
-        Megatron splits on the device. The split depends on the length alone, so Megatron is asked
-        once for each length. Example: 8 tokens, context parallel rank 0 of 2: [0, 1, 6, 7].
+        Example: 8 tokens, context-parallel rank 0 of 2: [0, 1, 6, 7].
         """
         if length not in self._positions:
             from megatron.core import mpu

@@ -1,11 +1,10 @@
 """Which Megatron configs can be replayed exactly, and why another one is refused.
 
 `refusals` names what is known to ignore the recorded routes, with the reasons. `KNOWN_NAMES` and
-`KNOWN_VALUES` list the routing options whose effect has been read in upstream's source. Any other
-routing option or value that is set is refused too: otherwise a hash-routed layer, an offloaded
-expert or a megakernel could silently ignore the recorded routes. Whoever adds a release line reads
-what each of its new options does to a router, and adds the option to the known names or to the
-refusals.
+`KNOWN_VALUES` list the routing options that have been read in upstream's source. Any other routing
+option or value that is set is refused too: otherwise a hash-routed layer, an offloaded expert or a
+megakernel could silently ignore the recorded routes. Whoever adds a release line reads what each of
+its new options does to a router, and adds the option to the known names or to the refusals.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import re
 from typing import Any
 
 # The fields of TransformerConfig and ModelParallelConfig, in core_v0.16.1 to main of 2026-08-22,
-# whose names match `_ABOUT_ROUTING`. Some of them cannot be replayed: those are in `refusals`.
+# with names that match `_ABOUT_ROUTING`. Some of them cannot be replayed: those are in `refusals`.
 KNOWN_NAMES = frozenset(
     """
     expert_gtp_weight_remat_size expert_model_parallel_size
@@ -71,7 +70,7 @@ KNOWN_VALUES = {
 }
 
 
-# The modules whose CUDA graph does not contain the router.
+# The modules with CUDA graphs that do not contain the router.
 _GRAPHS_WITHOUT_ROUTER = {"mlp", "mamba", "full_iteration_inference"}
 # The value of moe_router_replay with which a config that is made in code leaves the router out of
 # its CUDA graphs (seams/option.py).
@@ -135,7 +134,7 @@ def refusals(config: Any, upstream: Any = None) -> list[str]:
         (given("flextron"), "flextron puts a top-k of its own into the routers; unset it"),
         (
             given("transformer_impl") == "inference_optimized",
-            "transformer_impl=inference_optimized is not a training implementation",
+            "transformer_impl=inference_optimized does not train; use transformer_engine or local",
         ),
         (
             unknown,

@@ -25,8 +25,8 @@ class Tally:
             means that only counted tokens are compared.
 
     Attributes:
-        mismatched: for each layer the number of counted tokens whose live choice is another set of
-            experts than the given one; int64 scalars.
+        mismatched: for each layer the number of counted tokens for which the live choice is another
+            set of experts than the given one; int64 scalars.
         mismatched_T: bool, True for counted tokens that mismatch in any layer of this rank. None
             until a layer was counted.
         mismatched_watched: as `mismatched`, for watched tokens; empty without watched tokens.
@@ -61,7 +61,8 @@ class Tally:
         """Count the tokens that differ in one layer.
 
         Args:
-            differs_T: bool, the compared tokens whose live choice is another set of experts.
+            differs_T: bool, the compared tokens for which the live choice is another set of
+                experts.
         """
         if self.watched_T is not None:
             self.mismatched_watched[layer_number] = differs_T.sum()

@@ -55,8 +55,8 @@ class PlanHook:
         """Sort the tokens of an all-gather dispatcher by expert, without waiting for the device.
 
         The dispatcher's own `dispatch_postprocess` waits twice: for the counts of its local
-        experts, and in `masked_select` of the probabilities, whose size is on the device. Here the
-        probabilities are permuted together with the tokens.
+        experts, and in `masked_select` of the probabilities, because the size of the result is on
+        the device. Here the probabilities are permuted together with the tokens.
 
         Returns:
             The sorted tokens, how many of them each local expert has, and their probabilities, as

@@ -1,8 +1,8 @@
-"""Called by patch 101: a MoE layer whose hot experts have copies (guests) on other ranks.
+"""Called by patch 101: a MoE layer in which hot experts have copies (guests) on other ranks.
 
-A place is an own expert or a guest slot. The layer gets a dispatcher whose experts are places. If a
-micro-batch has no guests in a layer, the slots are empty, and the layer's output is bitwise that of
-a layer without slots.
+A place of a rank is one of its own experts or one of its guest slots. The layer gets a dispatcher
+that takes places for experts. If a micro-batch has no guests in a layer, the slots are empty, and
+the layer's output is bitwise equal to that of a layer without slots.
 
 Shape suffixes (docs/glossary.md): E, H, I, P, T.
 """
@@ -76,6 +76,10 @@ class GuestLayer:
 
         Returns:
             The hidden states, and probabilities and routing map `[T, I]`.
+
+        Raises:
+            ValueError: moe_router_replay_guest_slots was changed after the layer was made, or the
+                experts have weights that cannot be sent to guests (`checked_weights`).
         """
         # Ranks that hold the same experts (data parallel) may have guests in different layers, but
         # must gather parameters, and reduce gradients, in the same order. So every rank waits here
@@ -233,7 +237,7 @@ class _Visit(NamedTuple):
     Attributes:
         trip: how the guests' weights of this layer travel.
         weights: the parameters of this rank's guests, guest by guest.
-        earlier: the trip of the layer before, whose weights the backward pass needs next.
+        earlier: the trip of the layer before; the backward pass needs that layer's weights next.
     """
 
     trip: Trip

@@ -54,12 +54,12 @@ def take_router_out_of_graphs(config: Any, was_made: bool = False) -> None:
                cuda_graph_modules=[attn]
 
     Where no graph captures the router, only the option changes. Where graphs capture nothing but
-    the router, cuda_graph_impl becomes "none". Megatron has already checked the
-    given graphs, so Megatron's checks run again, on a copy of the config with the graphs that
-    remain. Example: full recompute is allowed only in a graph of the whole iteration.
+    the router, cuda_graph_impl becomes "none". Megatron has already checked the given graphs, so
+    Megatron's checks run again, on a copy of the config with the graphs that remain. Example: full
+    recompute is allowed only in a graph of the whole iteration.
 
     Args:
-        config: a TransformerConfig whose moe_router_replay is a string.
+        config: a TransformerConfig in which moe_router_replay is a string.
         was_made: as in `prepare_config`. Then layers may have their graphs already.
 
     Raises:
@@ -162,7 +162,7 @@ def all_refusals(config: Any, upstream: Any) -> list[str]:
 
 
 def absent_patches(config: Any) -> list[str]:
-    """Why this config needs groups of patches that this tree lacks; empty if the tree has all.
+    """Why this config needs groups of patches that this tree lacks; empty if it lacks none of them.
 
     From 0.17 on, the group engine lets Megatron's inference engine record routes in a process that
     replays too. Before 0.17, moe_enable_routing_replay is upstream's own replay and nothing else.

@@ -48,7 +48,7 @@ def use_rollouts(
     Validation and test data, and their forward step, stay the script's. Without --rollouts the
     script's own data and forward step are used, and a training pass that enters no replay ends the
     training (`refuse_silence`). Under --perform-rl-step the forward step replays what Megatron's RL
-    loop samples.
+    loop samples. A wrong option or store ends the process.
     """
     global _step
     if args.rollouts is None and getattr(args, "perform_rl_step", False):

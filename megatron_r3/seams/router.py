@@ -73,7 +73,7 @@ class RouterHook:
         return active_microbatch() if self.has_routes else None
 
     def replayed_microbatch(self) -> MicrobatchRoutes | None:
-        """The microbatch whose routes this router takes now; None if it chooses by itself."""
+        """The microbatch that gives this router its routes now; None if the router chooses."""
         microbatch = self.microbatch()
         return microbatch if microbatch is not None and microbatch.mode is Mode.REPLAY else None
 
@@ -190,6 +190,9 @@ def make_hooks(router: Any, recorder: Any = None) -> tuple[RouterHook, RouterLoa
 
     Args:
         recorder: upstream's RouterReplay, if moe_enable_routing_replay is on too.
+
+    Raises:
+        ValueError: as `RouterHook`.
     """
     has_routes = not getattr(router, "is_mtp_layer", False)
     return RouterHook(router.config, has_routes, recorder=recorder), RouterLoad(router)

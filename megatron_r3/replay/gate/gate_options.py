@@ -70,10 +70,10 @@ class GateInputs(NamedTuple):
             never touches memory outside of the tensors.
         expert_bias_E: added to the scores when experts are chosen (live and counted rows), never to
             the weights. Any float dtype; for sigmoid and sqrtsoftplus only. None means no bias.
-        live_T: bool, True for rows whose experts the gate chooses: the K with the highest selection
-            scores, highest first, and among equals the lowest index first. The selection scores are
-            the logits for softmax after top-k, else the scores plus the bias. The `ids_TK` of live
-            rows change nothing. None means that no row is live.
+        live_T: bool, True for rows in which the gate chooses the experts: the K with the highest
+            selection scores, highest first, and among equals the lowest index first. The selection
+            scores are the logits for softmax after top-k, else the scores plus the bias. The
+            `ids_TK` of live rows change nothing. None means that no row is live.
         counted_T: bool, True for rows to compare with what live top-k would choose. None means that
             no row is compared.
     """

@@ -208,7 +208,7 @@ def slope(logits, scores, FUNCTION: tl.constexpr):
     """The derivative of `score` at the logits, given the scores there.
 
     The derivative of sqrt(softplus(x)) is sigmoid(x) / (2 score). Below -17 `score` returns
-    exp(x / 2), whose derivative is score / 2.
+    exp(x / 2), which has the derivative score / 2.
     """
     if FUNCTION == "sigmoid":
         return scores * tl.sigmoid(-logits)
