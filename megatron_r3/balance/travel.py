@@ -136,7 +136,7 @@ class Slots:
         return slots.buffer[: sum(trip.guests.receives)]
 
     def of_stay(self, stay: Stay) -> Tensor:
-        """The set of slots that holds the weights of `stay`, which must have been fetched."""
+        """The set of slots that holds the weights of `stay`; they must have been fetched."""
         for slots in self._sets:
             if slots.stay == stay and slots.arriving is None:
                 return slots.buffer

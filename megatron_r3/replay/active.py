@@ -318,7 +318,7 @@ def _raise_if_untaken(forward_pass: ForwardPass) -> None:
 
 
 def _why_nothing(forward_pass: ForwardPass) -> str | None:
-    """Why no router asked in a block, for an error; None if a router asked, or none had to ask."""
+    """Why no router asked in a block, as text; None if a router asked, or no router had to ask."""
     ran, microbatch = forward_pass.ran, forward_pass.microbatch
     if forward_pass.asked or microbatch is None:
         return None

@@ -162,7 +162,7 @@ def all_refusals(config: Any, upstream: Any) -> list[str]:
 
 
 def absent_patches(config: Any) -> list[str]:
-    """Why this config needs groups of patches that this tree lacks; empty if it lacks none of them.
+    """Why this config needs patches that this tree lacks; empty if the tree lacks none of them.
 
     From 0.17 on, the group engine lets Megatron's inference engine record routes in a process that
     replays too. Before 0.17, moe_enable_routing_replay is upstream's own replay and nothing else.
