@@ -154,10 +154,10 @@ class _Search:
     def spill(self, limit_X: np.ndarray) -> _Found:
         """In each case move tokens from the busiest rank until no rank is above the limit.
 
-        No rank gets two guests of one expert. A second guest would need room on the rank, while the
-        expert's own rank is above the limit. But the first guest filled the rank, or took all of
-        the expert's tokens, or brought the expert's own rank down to the limit. The own rank stays
-        there: guests that this rank takes later cannot raise its load above the limit.
+        No rank gets two guests of one expert. A guest takes tokens until the guest's rank is full,
+        or the expert has no tokens left, or the expert's own rank is down to the limit. In none of
+        these cases does the same rank get more tokens of this expert: a rank that was brought down
+        to the limit stays there, because guests on a rank never raise its load above the limit.
 
         Args:
             limit_X: several limits for each layer: of L layers, case x is a limit of layer x % L.

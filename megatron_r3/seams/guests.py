@@ -2,7 +2,7 @@
 
 A place of a rank is one of its own experts or one of its guest slots. The layer gets a dispatcher
 that takes places for experts. If a micro-batch has no guests in a layer, the slots are empty, and
-the layer's output is bitwise equal to that of a layer without slots.
+the layer's output is bitwise the same as without slots.
 
 Shape suffixes (docs/glossary.md): E, H, I, P, T.
 """

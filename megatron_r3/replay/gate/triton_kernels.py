@@ -158,7 +158,7 @@ def gate_backward(
     With weights w_i = r_i / sum_j r_j (r: raw weights of the chosen experts) and gradients g_i of
     the weights, the gradient of r_i is (g_i - sum_j w_j g_j) / sum_j r_j: each raw weight changes
     all weights of its row through the sum. For softmax r_i = exp(s_i), so the logit s_i gets
-    w_i (g_i - sum_j w_j g_j). The formula is the same for pre_softmax, whose sums are over all
+    w_i (g_i - sum_j w_j g_j). The formula is the same for pre_softmax, where the sums are over all
     experts, with g_i = 0 where expert i is not chosen. For sigmoid and sqrtsoftplus the gradient of
     r_i (g_i if K is 1) is multiplied by the slope of the score.
     """
