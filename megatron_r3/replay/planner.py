@@ -34,10 +34,10 @@ OTHER_SIZES: dict[str, Callable[[Any], SizesOf]] = {}
 
 
 class PlannedRoutes(Protocol):
-    """What a planner reads of the routes of a micro-batch: `HostRoutes`, or `HostTargets`.
+    """What a planner needs of a micro-batch's routes; `HostRoutes` and `HostTargets` have it.
 
     Attributes:
-        ids_LTK: expert ids on the host, of any integer dtype.
+        ids_LTK: expert ids on the host: uint8, uint16 or a signed integer dtype.
         live_T: bool, True where a route is not known yet; of any shape.
     """
 
@@ -118,7 +118,7 @@ class Planner:
 
 
 def pad_multiple(config: Any) -> int:
-    """A dispatcher pads each expert's tokens to a multiple of this number; 1 if it pads nothing."""
+    """The number to whose multiples a dispatcher pads each expert's tokens; 1: it pads nothing."""
     if not pads(config):
         return 1
     from megatron.core.transformer.moe import token_dispatcher
@@ -129,9 +129,9 @@ def pad_multiple(config: Any) -> int:
 def messages(for_rank: np.ndarray, totals_L: np.ndarray, known: bool) -> np.ndarray:
     """What a rank sends to all ranks, int32: one row for each receiver.
 
-    A row has the counts for its receiver, the sender's totals of all layers before `padded_counts`,
-    and 1 if the sender knows all its routes, else 0. Example with 2 layers and 2 experts of the
-    receiver: [3 1  2 2  8 8  1]. With 256 experts on 256 ranks and 58 layers, a rank receives
+    A row has the counts for its receiver, the sender's total of each layer (without the padding of
+    `padded_counts`), and 1 if the sender knows all its routes, else 0. Example with 2 layers and 2
+    experts of the receiver: [3 1  2 2  8 8  1]. With 256 experts on 256 ranks and 58 layers, a rank receives
     120 kB. With the counts of all experts, which a plan with guests needs, it receives 15 MB.
 
     Args:

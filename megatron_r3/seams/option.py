@@ -145,7 +145,7 @@ def check_config(config: Any) -> None:
 
 
 def all_refusals(config: Any, upstream: Any) -> list[str]:
-    """Every reason to refuse a config: of replay, of patches that this tree lacks, and of guests.
+    """The reasons to refuse a config: of replay, of patches that this tree lacks, and of guests.
 
     Args:
         config: a TransformerConfig, or Megatron's parsed arguments.
