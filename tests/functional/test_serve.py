@@ -1,6 +1,6 @@
 """`python -m megatron_r3.loop.serve`: Megatron's own server and engine, and what they answer.
 
-Shape suffixes (docs/glossary.md): K, L, T.
+Shape suffixes (docs/glossary.md): K, L, N, T, U.
 """
 
 from __future__ import annotations
