@@ -171,8 +171,6 @@ def _address(url: str) -> tuple[str, dict[str, str]]:
         raise EngineError(
             f"--url {shown}: leave ? and # out of the address, because paths are added at its end"
         )
-    if address.port == 0:
-        raise EngineError(f"--url {shown}: the port must be 1 to 65535")
     user = {}
     if "@" in address.raw_authority:
         secret = f"{address.user or ''}:{address.password or ''}".encode()

@@ -28,10 +28,10 @@ from megatron_r3.data.engines.body import most_tokens, prompt_contents
 from megatron_r3.data.engines.said import Said
 from megatron_r3.data.engines.shape import EngineError
 from megatron_r3.data.rollout import Rollout
-from megatron_r3.data.store import StoreInfo, write_shard
+from megatron_r3.data.store import write_shard
 from megatron_r3.data.store.schema import SamplingSettings
 from megatron_r3.data.untrusted import read_json
-from megatron_r3.data.values import wrong_name, wrong_text
+from megatron_r3.data.values import wrong_name
 from megatron_r3.replay.words import quoted, said
 
 # The most bytes of a line. In base64, the expert ids of 16 samples of 32,768 tokens, 94 layers and
@@ -84,11 +84,14 @@ def convert_responses(
             group, or is one of those that `skip_refused` would leave out; or there is nothing to
             store.
         RewardError: a line has no reward or a wrong one, or the reward function failed.
-        StoreError: `out` exists already, or cannot be written.
+        StoreError: `out` exists already or cannot be written, or a name in the new store's header
+            is longer than 200 characters or has control characters.
     """
     skipped: list[str] = []
     count = 0
-    info, reader = _store_info(recording), _Reader(recording)
+    info = recording.model.store_info(recording.engine, recording.engine_version)
+    info.check("the header of the new store")
+    reader = _Reader(recording)
 
     def write(folder: Path, rollouts: list[Rollout]) -> int:
         with writing(out):
@@ -140,14 +143,6 @@ def _line(data: bytes, where: str) -> dict[str, Any]:
     if not isinstance(line["request"], dict):
         raise EngineError(f"{where}: `request` must be the JSON object that was sent")
     return line
-
-
-def _store_info(recording: Recording) -> StoreInfo:
-    names = {"--engine-version": recording.engine_version, "--model": recording.model.name}
-    for option, name in names.items():
-        if wrong := wrong_text(name):
-            raise EngineError(f"{option} {quoted(name)}: a name in a store must be {wrong}")
-    return recording.model.store_info(recording.engine, recording.engine_version)
 
 
 class _Reader:

@@ -28,16 +28,15 @@ class Agreement:
         compared: the rollouts, with the routes that transformers computes.
         version: the newest policy version among the rollouts. All numbers are about this version.
             Rollouts of older versions, sampled by other weights, help to name an alarm's cause.
-        k3_kl, extreme, abs_dlogp: means over sampled tokens (megatron_r3.train.losses.agreement).
+        means: the means over sampled tokens of `k3_kl`, `extreme` and `abs_dlogp`
+            (megatron_r3.train.losses.agreement).
         note: a sentence for the user if no policy of the store has the model's stamp, or if newer
             policies than the model are not compared; otherwise empty.
     """
 
     compared: list[Compared]
     version: int
-    k3_kl: float
-    extreme: float
-    abs_dlogp: float
+    means: dict[str, float]
     note: str = ""
 
     def numbers(self, report: Report) -> dict[str, Any]:
@@ -52,9 +51,7 @@ class Agreement:
             "tokens": sum(int(rollout.response_N.sum()) for rollout in own),
             "rows": int(tables.all_rows.rows),
             "routes": [1 - share.share for share in tables.layers.values()],
-            "k3_kl": self.k3_kl,
-            "extreme": self.extreme,
-            "abs_dlogp": self.abs_dlogp,
+            **self.means,
         }
 
 
@@ -98,7 +95,7 @@ def compare_rollouts(
     """
     runs = _runs(model, rollouts, info, where)
     older = {} if before is None else _runs(before, rollouts, info, where)
-    sums, tokens, compared = {"k3_kl": 0.0, "extreme": 0.0, "abs_dlogp": 0.0}, 0, []
+    sums, tokens, compared = dict.fromkeys(("k3_kl", "extreme", "abs_dlogp"), 0.0), 0, []
     version = max(rollout.policy_version for rollout in rollouts.values())
     for name, rollout in rollouts.items():
         ids_LTK, logprobs_T = runs[name]
@@ -107,10 +104,10 @@ def compare_rollouts(
         if rollout.policy_version != version:
             continue
         added = _agreement_sums(rollout, logprobs_T)
-        sums = {key: value + added[key] for key, value in sums.items()}
+        sums = {name: total + added[name] for name, total in sums.items()}
         tokens += int(rollout.response_N.sum())
-    k3_kl, extreme, abs_dlogp = (total / max(tokens, 1) for total in sums.values())
-    return Agreement(compared, version, k3_kl, extreme, abs_dlogp)
+    means = {name: total / max(tokens, 1) for name, total in sums.items()}
+    return Agreement(compared, version, means)
 
 
 def _runs(

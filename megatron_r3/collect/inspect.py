@@ -46,7 +46,8 @@ def inspect_store(directory: Path) -> dict[str, Any]:
         **_source(store),
         **_prompts(store),
         "reward": _spread(store.column("reward").astype(float)),
-        "advantages": _share_of_advantages(store),
+        # the share of rollouts with an advantage: NaN stands for none
+        "advantages": float((~np.isnan(store.index.columns["advantage"])).mean()),
         **_responses(store),
         **_routes(store),
     }
@@ -158,11 +159,6 @@ def _by_version(store: RolloutStore, length_M: np.ndarray) -> dict[str, dict[str
         }
         for version, here_M in ((v, version_M == v) for v in sorted(policies))
     }
-
-
-def _share_of_advantages(store: RolloutStore) -> float:
-    given = [s.advantage(i) is not None for s in store.shards for i in range(s.num_rollouts)]
-    return sum(given) / len(given)
 
 
 def _spread(values: np.ndarray) -> dict[str, float]:

@@ -220,7 +220,7 @@ class Plan:
             ValueError to keep the rollouts out of the store.
 
     Raises:
-        ValueError: a prompt has ids outside the vocabulary, or cannot be sent as JSON.
+        PromptError: a prompt has token ids outside the model's vocabulary.
     """
 
     prompts: Sequence[Prompt]
@@ -237,7 +237,6 @@ class Plan:
     check: Callable[[Sequence[Rollout], StoreInfo], None] | None = None
 
     def __post_init__(self) -> None:
-        """Refuse prompts that no engine could take."""
+        """Refuse prompts with token ids outside the model's vocabulary."""
         for prompt in self.prompts:
             prompt.check_vocabulary(self.model.vocab_size)
-            prompt.check_json()

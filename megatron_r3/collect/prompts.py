@@ -58,19 +58,6 @@ class Prompt:
         """The `prompt_digest` of the content."""
         return prompt_digest(self.content)
 
-    def check_json(self) -> None:
-        """Refuse a text or chat that JSON cannot carry: NaN, or half of a surrogate pair.
-
-        Raises:
-            PromptError: naming the line.
-        """
-        try:
-            json.dumps(self.content, ensure_ascii=False, allow_nan=False).encode()
-        except ValueError as error:
-            raise PromptError(
-                f"{self.where}: the prompt cannot be sent as JSON ({one_line(str(error), 200)})"
-            ) from error
-
     def check_vocabulary(self, vocab_size: int | None) -> None:
         """Refuse token ids outside the model's vocabulary, unless `vocab_size` is None (unknown).
 
@@ -156,6 +143,11 @@ def _prompt(line: bytes, number: int, where: str) -> Prompt:
             raise PromptError(f"{where}: {error}") from error
     if not content:
         raise PromptError(f"{where}: the prompt is empty")
+    try:  # `read_json` takes NaN and half of a surrogate pair, which no request can carry
+        json.dumps(content, ensure_ascii=False, allow_nan=False).encode()
+    except ValueError as error:
+        reason = one_line(str(error), 200)
+        raise PromptError(f"{where}: the prompt cannot be sent as JSON ({reason})") from error
     return Prompt(where, _group(fields, number, where), content, fields)
 
 

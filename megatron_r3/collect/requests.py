@@ -1,4 +1,4 @@
-"""Makes the request for one sample, bounds the answer's size, and checks the answer's kept sets."""
+"""Makes the request for one sample, and bounds the size of its answer."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 
 from megatron_r3.collect.prompt_plan import Sampling
 from megatron_r3.collect.prompts import Prompt, PromptError
-from megatron_r3.data.engines.conversation import Increment
-from megatron_r3.data.engines.shape import EngineError, ModelShape
+from megatron_r3.data.engines.shape import ModelShape
 
 # Bytes that an answer may have; real answers have about a tenth.
 _OF_ANY_ANSWER = 1 << 20  # names, times, counts: whatever a server sends beside its tokens
@@ -150,22 +149,3 @@ def answer_limit(shape: ModelShape, prompt: Prompt, sampling: Sampling) -> int:
         kept = min(2 * sampling.top_k, shape.vocab_size or _MOST_KEPT)
         limit += sampling.max_tokens * _OF_A_KEPT_ID * kept
     return limit
-
-
-# how to make a server return kept sets, for the error below
-_ASK_MASK = {
-    "vllm": "start the server with --enable-scale-out --return-sampling-mask --logprobs-mode "
-    "processed_logprobs (0.30 or later)",
-    "sglang": "SGLang 0.5.23 returns one; is the server older?",
-    "megatron": "Megatron's server returns none",
-}
-
-
-def refuse_without_kept(engine: str, decoded: Increment, sampling: Sampling, where: str) -> None:
-    """Refuse a response without the kept sets that were asked for.
-
-    Raises:
-        EngineError: saying how to make the server return kept sets.
-    """
-    if sampling.wants_kept and decoded.kept is None:
-        raise EngineError(f"{where}: the response has no sampling mask: {_ASK_MASK[engine]}")

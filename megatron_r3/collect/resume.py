@@ -186,22 +186,17 @@ def _check_prompts(
     Args:
         of_version_M: bool, True for the rollouts of this policy version.
     """
-    if not prompts:  # a recorder learns its prompts from its sessions
-        return
-    groups = np.array([prompt.group for prompt in prompts], np.int64)
-    digests = np.array([prompt.digest for prompt in prompts], np.int64)
-    group_M, digest_M = store.column("group"), store.column("prompt_digest")
-    # The index of each rollout's prompt, by binary search in the sorted groups. If no prompt has
-    # the rollout's group, the index is that of some other prompt, and `asked_M` is False.
-    # Example: groups [7, 3], so order [1, 0]; a rollout of group 7 has place 1, thus prompt 0.
-    order = np.argsort(groups)
-    place_M = np.searchsorted(groups[order], group_M).clip(max=len(prompts) - 1)
-    prompt_M = order[place_M]
-    asked_M = of_version_M & (groups[prompt_M] == group_M)
-    for rollout in np.flatnonzero(asked_M & (digest_M != digests[prompt_M])).tolist():
-        prompt = prompts[prompt_M[rollout]]
-        name = f"{prompt.where}: {store.name(rollout)} of this line's group {prompt.group}"
-        if digest_M[rollout] == 0:  # not known: the user's own code may have written the store
+    of_group = {prompt.group: prompt for prompt in prompts}
+    rollouts = np.flatnonzero(of_version_M).tolist()
+    groups, digests = (
+        store.column(name)[of_version_M].tolist() for name in ("group", "prompt_digest")
+    )
+    for rollout, group, digest in zip(rollouts, groups, digests, strict=True):
+        prompt = of_group.get(group)
+        if prompt is None or digest == prompt.digest:
+            continue
+        name = f"{prompt.where}: {store.name(rollout)} of this line's group {group}"
+        if digest == 0:  # not known: the user's own code may have written the store
             raise StoreError(
                 f"{name}: the store has no digest of the rollout's prompt, so the prompts cannot "
                 "be compared: give another --out"

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_r3.balance.balance_cli import add_balance
-from megatron_r3.collect.show import add_show
+from megatron_r3.collect.show import run_show
+from megatron_r3.replay.words import one_line
 
 if TYPE_CHECKING:
     from megatron_r3.collect.collect import MakeSampler
@@ -43,7 +44,7 @@ def add_rollouts(
     add_command(commands, "collect", run_collect, *COLLECT)
     add_command(commands, "inspect", run_inspect, *_INSPECT)
     add_command(commands, "verify", run_verify, *_VERIFY)
-    add_show(commands)
+    add_command(commands, "show", run_show, *_SHOW)
     add_balance(commands, number)
     summary = "make a store from recorded responses, or a parquet table from a store and back"
     convert = commands.add_parser("convert", help=summary, description=summary)
@@ -94,7 +95,6 @@ def run_collect(args: argparse.Namespace, agent: AgentPlan | None = None) -> int
             has the engine answer each prompt of --prompts, as often as --n says.
     """
     from megatron_r3.collect.signals import Interrupted, raising
-    from megatron_r3.replay.words import one_line
 
     try:
         with raising():
@@ -197,7 +197,6 @@ def run_inspect(args: argparse.Namespace) -> int:
     import json
 
     from megatron_r3.collect.inspect import inspect_store, store_warnings, text_of
-    from megatron_r3.replay.words import one_line
 
     for option, value in vars(args).items():
         if option in ("fail_on_alarm", "model_before") and value and not args.model:
@@ -227,7 +226,6 @@ def _compare_with_model(
     from megatron_r3.data.store import RolloutStore
     from megatron_r3.data.truth import examine
     from megatron_r3.data.truth.mismatch_tables import mismatch_text
-    from megatron_r3.replay.words import one_line
 
     alarms, warnings, texts = [], [], []
     for directory, numbers in zip(args.stores, stores, strict=True):
@@ -246,13 +244,12 @@ def _compare_with_model(
 def run_verify(args: argparse.Namespace) -> int:
     """Check the stores, and print a line for each; a ValueError ends the command."""
     from megatron_r3.collect.verify_store import read_policies, verify_store
-    from megatron_r3.replay.words import one_line
 
     policies = read_policies(args.model, **_shape_of(args)) if args.model else None
     for directory in args.stores:
-        checked = verify_store(directory, policies)
-        print(f"{one_line(str(directory))}: {checked.text}")
-        for warning in checked.warnings:
+        text, warnings = verify_store(directory, policies)
+        print(f"{one_line(str(directory))}: {text}")
+        for warning in warnings:
             print(f"{one_line(str(directory))}: {warning}", file=sys.stderr)
     return 0
 
@@ -385,6 +382,13 @@ _INSPECT: tuple[Any, ...] = (
     ("--fail-on-alarm", "exit with status 1 where --model raises an alarm",
      {"action": "store_true"}),
     ("--json", "print all numbers as JSON, with those of each layer", {"action": "store_true"}),
+)  # fmt: skip
+_SHOW: tuple[Any, ...] = (
+    "show rollouts: prompt, response, reward, policy version, and missing routes",
+    ("store", "the rollout store", _DIR),
+    ("rollouts", "number of a rollout in the store, from 0 on (default: 0)",
+     {"nargs": "*", "type": int, "default": [0], "metavar": "ROLLOUT"}),
+    ("--model", "show the text, by this model's tokenizer", _HF_DIR),
 )  # fmt: skip
 _VERIFY: tuple[Any, ...] = (
     "check every byte and id of stores; with --model, also that this model sampled them",

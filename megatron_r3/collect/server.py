@@ -18,12 +18,19 @@ from megatron_r3.collect.client import Client
 from megatron_r3.collect.engine import Answer, EngineChanged, Identity, NoAnswer
 from megatron_r3.collect.prompt_plan import Sampling
 from megatron_r3.collect.prompts import Prompt
-from megatron_r3.collect.requests import answer_limit, build_request, refuse_without_kept
+from megatron_r3.collect.requests import answer_limit, build_request
 from megatron_r3.data.engines import decode_increments
 from megatron_r3.data.engines.conversation import Increment
 from megatron_r3.data.engines.shape import EngineError, ModelShape
 from megatron_r3.data.values import wrong_text
 from megatron_r3.replay.routes import Routes
+
+# Megatron's server returns no masks: `sampling_for` refuses settings that need them.
+_HOW_TO_GET_MASKS = {
+    "vllm": "start the server with --enable-scale-out --return-sampling-mask --logprobs-mode "
+    "processed_logprobs (0.30 or later)",
+    "sglang": "SGLang 0.5.23 returns one; is the server older?",
+}
 
 
 class Server:
@@ -112,7 +119,9 @@ class Server:
             # vLLM names the model in each response, and the decoder compares the two names.
             if model and not samples[0].said.model:
                 raise EngineError(f"{where}: the response names no model; {model!r} was asked for")
-            refuse_without_kept(self.dialect, samples[0], self.sampling, where)
+            if self.sampling.wants_kept and samples[0].kept is None:
+                hint = _HOW_TO_GET_MASKS[self.dialect]
+                raise EngineError(f"{where}: the response has no sampling mask: {hint}")
             return samples[0]
         except EngineError:
             raise

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_r3.replay.words import one_line
+
 if TYPE_CHECKING:
     from megatron_r3.data.rollout import Rollout
 
@@ -17,26 +19,9 @@ MOST_PLACES = 20  # tokens that a line names
 MOST_TEXT = 10_000  # characters of a decoded text
 
 
-def add_show(commands: Any) -> None:
-    """Register `rollouts show`."""
-    summary = "show rollouts: prompt, response, reward, policy version, and missing routes"
-    parser = commands.add_parser("show", help=summary, description=summary)
-    parser.add_argument("store", type=Path, metavar="DIR", help="the rollout store")
-    parser.add_argument(
-        "rollouts", nargs="*", type=int, default=[0], metavar="ROLLOUT",
-        help="number of a rollout in the store, from 0 on (default: 0)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--model", type=Path, metavar="HF_DIR",
-        help="show the text, by this model's tokenizer",
-    )  # fmt: skip
-    parser.set_defaults(run=run_show)
-
-
 def run_show(args: argparse.Namespace) -> int:
     """Print the rollouts that were asked for."""
     from megatron_r3.data.store import RolloutStore
-    from megatron_r3.replay.words import one_line
 
     store = RolloutStore([args.store], mixed_policies=True)
     if wrong := [number for number in args.rollouts if not 0 <= number < len(store)]:
@@ -83,7 +68,6 @@ def _lines(rollout: Rollout, tokenizer: Any) -> Iterator[tuple[str, str]]:
 
 
 def _part(title: str, tokens_N: Any, tokenizer: Any) -> Iterator[tuple[str, str]]:
-    from megatron_r3.replay.words import one_line
 
     yield title, f"{len(tokens_N)} tokens: {' '.join(map(str, tokens_N.tolist()))}"
     if tokenizer is not None:

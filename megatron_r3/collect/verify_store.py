@@ -6,7 +6,6 @@ Shape suffixes (docs/glossary.md): M.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,43 +18,45 @@ from megatron_r3.data.store.verify_shard import ReadChecks, verify_shard
 from megatron_r3.replay.words import one_line
 from megatron_r3.train.publish_options import published, version_name
 
-Policies = Model | Callable[[int], Model | None]  # one model, or the model of each policy version
-
-
-@dataclass(frozen=True)
-class Checked:
-    """What `rollouts verify` prints: what was checked, and warnings of what could not be."""
-
-    text: str
-    warnings: list[str]
+Policies = Callable[[Shard], Model | None]  # the model that sampled a shard; None if not known
 
 
 def read_policies(path: Path, **shape: Any) -> Policies:
     """Read what stores are compared with: one model, or the published policies of a run.
 
-    For a transformers directory this is its model. For a folder of published policies it is a
-    function that takes a policy version, and returns the model of that version, or None if the
-    version has no folder. A model is read when the function is first called with its version.
+    For a transformers directory, the returned function gives its model for every shard. For a
+    folder of published policies, the function gives the model of the shard's policy version. It
+    gives None if the version has no folder, or if the shard has several versions, because the
+    shard's header does not say to which version its stamp belongs.
 
     Args:
         shape: what a config does not say, as in `ModelShape.from_hf_config`.
 
     Raises:
-        ValueError: naming the file that cannot be used.
+        ValueError: naming the file that cannot be used. The returned function raises it for a
+            published policy, which it reads when it first meets the policy's version.
     """
     if not published(path):
-        return read_model(path, **shape)
+        model = read_model(path, **shape)
+        return lambda shard: model
 
     @cache
     def of_version(version: int) -> Model | None:
         folder = path / version_name(version)
         return read_model(folder, **shape) if folder.is_dir() else None
 
-    return of_version
+    def of_shard(shard: Shard) -> Model | None:
+        oldest = int(shard.tensors["policy_version"].min())
+        return of_version(oldest) if oldest == int(shard.newest_version_M.max()) else None
+
+    return of_shard
 
 
-def verify_store(directory: Path, policies: Policies | None = None) -> Checked:
+def verify_store(directory: Path, policies: Policies | None = None) -> tuple[str, list[str]]:
     """Read all of a store; with policies, compare MoE layers, weights and vocabulary too.
+
+    Returns:
+        What was checked, as text; and warnings of what could not be checked.
 
     Raises:
         ValueError: naming the file, and the wrong rollout, layer or token.
@@ -63,9 +64,8 @@ def verify_store(directory: Path, policies: Policies | None = None) -> Checked:
     store, versions = RolloutStore([directory], mixed_policies=True), Versions()
     for shard in store.shards:
         versions.check(shard)
-    pairs = [
-        (shard, None if policies is None else _model_of(shard, policies)) for shard in store.shards
-    ]
+    models = [None if policies is None else policies(shard) for shard in store.shards]
+    pairs = list(zip(store.shards, models, strict=True))
     for shard, model in pairs:
         if model is not None:
             _refuse_other_model(shard, model)
@@ -73,22 +73,10 @@ def verify_store(directory: Path, policies: Policies | None = None) -> Checked:
         vocab_size = None if model is None else model.vocab_size
         verify_shard(shard, ReadChecks(vocab_size or 0))
     text = f"{len(store)} rollouts in {len(store.shards)} shards, every byte and id"
-    if policies is None:
-        return Checked(text, [])
-    return _said(text, pairs)
+    return (text, []) if policies is None else _said(text, pairs)
 
 
-def _model_of(shard: Shard, policies: Policies) -> Model | None:
-    """The model that sampled a shard; None if the shard's version has no folder, or if the shard
-    has several versions, because its header does not say to which of these its stamp belongs.
-    """
-    if isinstance(policies, Model):
-        return policies
-    oldest = int(shard.tensors["policy_version"].min())
-    return policies(oldest) if oldest == int(shard.newest_version_M.max()) else None
-
-
-def _said(text: str, pairs: list[tuple[Shard, Model | None]]) -> Checked:
+def _said(text: str, pairs: list[tuple[Shard, Model | None]]) -> tuple[str, list[str]]:
     """The text and what was compared with the policies, with warnings of what was not compared."""
     compared = [(shard.info, model) for shard, model in pairs if model is not None]
     without = [shard.path.name for shard, model in pairs if model is None]
@@ -111,7 +99,7 @@ def _said(text: str, pairs: list[tuple[Shard, Model | None]]) -> Checked:
             f"{len(without)} of {len(pairs)} shards not compared, the first is {without[0]}: their "
             "policy version has no folder, or they have several versions"
         )
-    return Checked(text, warnings)
+    return text, warnings
 
 
 def _refuse_other_model(shard: Shard, model: Model) -> None:

@@ -140,7 +140,8 @@ def new_store(directory: Path) -> Iterator[Path]:
         StoreError: `directory` exists and is not empty, or it cannot be written.
     """
     with writing(directory):
-        if directory.is_symlink() or (directory.exists() and not _is_empty(directory)):
+        there = directory.exists() and not (directory.is_dir() and not any(directory.iterdir()))
+        if directory.is_symlink() or there:
             raise StoreError(
                 f"{directory}: exists already; a conversion writes a new store: give another --out"
             )
@@ -158,10 +159,6 @@ def new_store(directory: Path) -> Iterator[Path]:
         raise StoreError(str(error).replace(str(folder), str(directory))) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_empty(directory: Path) -> bool:
-    return directory.is_dir() and not any(directory.iterdir())
 
 
 # Numbers of options in glibc's malloc.h.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_r3.data.store.schema import SamplingSettings, StoreInfo
+from megatron_r3.data.store.writer import write_shard
 from megatron_r3.replay.active import WHY_UNTAKEN, replaying
 from megatron_r3.replay.host_routes import HostRoutes
 from megatron_r3.replay.layers import layers_with_gradients, unwrapped
@@ -26,7 +29,6 @@ from megatron_r3.replay.model_routes import ModelRoutes
 from megatron_r3.replay.rows import PADDING
 from megatron_r3.replay.tally import Tally
 from megatron_r3.rl.rl_options import LoopOptions
-from megatron_r3.rl.rl_store import write_collection
 from megatron_r3.rl.turns import TurnRoutes, read_turns
 from megatron_r3.train.metrics import StepMetrics
 from megatron_r3.train.mismatch import Places
@@ -283,3 +285,34 @@ class LoopReplay:
     def add_dispatched(self, matched: int, total: int) -> None:
         """Add a witness's counts to the metrics of the pass that began last."""
         self.metrics[self._pass].add_dispatched(matched, total)
+
+
+def write_collection(options: LoopOptions, turns: TurnRoutes, version: str) -> Path:
+    """Append the turns of a collection to the store `options.store`, a rollout for each turn.
+
+    Turns of one rollout are samples of one group, with the reward of the rollout. The policy
+    versions are the generation epochs of the loop. The router digests are left out: this process
+    no longer has the weights that sampled.
+
+    Args:
+        version: the version of Megatron, whose engine sampled.
+
+    Returns:
+        The new file.
+
+    Raises:
+        ValueError: a store may not hold one of the turns, which the message names; or the store's
+            directory cannot be written.
+    """
+    assert options.store is not None
+    info = StoreInfo.of_model(
+        options.shape,
+        "megatron",
+        version,
+        vocab_size=options.vocab_size,
+        sampling=SamplingSettings(**options.sampling, logprobs_of="raw"),
+    )
+    rollouts = [turns.rollout(number) for number in range(len(turns.turns))]
+    for turn, rollout in zip(turns.turns, rollouts, strict=True):
+        rollout.check(turn.name, options.vocab_size)
+    return write_shard(options.store, info, rollouts)

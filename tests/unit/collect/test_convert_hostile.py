@@ -20,7 +20,7 @@ from megatron_r3.collect.prompts import prompt_digest
 from megatron_r3.collect.request_fields import settings_of
 from megatron_r3.collect.reward import RewardError
 from megatron_r3.data.engines.shape import EngineError, ModelShape
-from megatron_r3.data.store import RolloutStore
+from megatron_r3.data.store import RolloutStore, StoreError
 from megatron_r3.data.store.schema import SamplingSettings
 from proof.fuzz.damage import damage
 from tests.unit.collect.test_convert import convert, payload
@@ -278,16 +278,16 @@ def test_a_full_disk(store):
 @pytest.mark.parametrize(
     ("version", "model", "message"),
     [
-        ("\x1b[31m0.30", "tiny", r"--engine-version '\\x1b\[31m0.30': .* without control"),
-        ("0" * 201, "tiny", "--engine-version .* at most 200 characters; got 201"),
-        ("0.30.0", "a\nb", r"--model 'a\\nb': a name in a store must be a text without control"),
+        ("\x1b[31m0.30", "tiny", "engine_version must be a text without control characters"),
+        ("0" * 201, "tiny", "engine_version must be a text of at most 200 characters; got 201"),
+        ("0.30.0", "a\nb", "the header of the new store: model must be a text without control"),
     ],
 )
 def test_names_that_a_terminal_would_obey(folder, version, model, message):
     wrong = Recording(
         written([]), "vllm", version, Model(model, MODEL.shape, (), None), reward=lambda _: 0.0
     )
-    with pytest.raises(EngineError, match=message):
+    with pytest.raises(StoreError, match=message):
         convert_responses(wrong, folder / "store", 8)
 
 

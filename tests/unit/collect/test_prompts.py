@@ -65,6 +65,9 @@ def test_every_form(tmp_path):
         ('{"prompt": [1], "group": "a"}', "`group` must be a whole number"),
         ('{"prompt": [1], "group": 9223372036854775808}', "`group` must be a whole number"),
         ('{"prompt": [1], "id": 1.5}', "`id` must be a whole number"),
+        ('{"prompt": "\\ud800"}', "line 1: the prompt cannot be sent as JSON"),
+        ('{"messages": [{"a": NaN}]}', "line 1: the prompt cannot be sent as JSON"),
+        ('{"messages": [{"a": "\\udfff"}]}', "line 1: the prompt cannot be sent as JSON"),
         ('{"prompt": [1], "group": 1}\n{"prompt": [2]}', "line 2: group 1 is already the group of"),
     ],
 )

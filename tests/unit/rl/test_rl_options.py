@@ -15,8 +15,8 @@ from training_arguments import ARGUMENTS
 
 from megatron_r3.data.store import RolloutStore
 from megatron_r3.rl import rl_options
+from megatron_r3.rl.rl_loop import write_collection
 from megatron_r3.rl.rl_options import LoopOptions, refuse_in_loop
-from megatron_r3.rl.rl_store import write_collection
 from megatron_r3.rl.turns import TurnRoutes
 from megatron_r3.seams.arguments import check_args
 
