@@ -105,14 +105,6 @@ class BoundTargets:
         self.recorded_topk_idx = self.target_topk_idx = self.target_replay_mask = None
         self.replay_backward_list = []
 
-    def set_router_replay_action(self, router_replay_action: Any) -> None:
-        """Set what the next forward pass of this router's block does; None means no action."""
-        self.router_replay_action = router_replay_action
-
-    def clear_router_replay_action(self) -> None:
-        """Set the action to None."""
-        self.router_replay_action = None
-
     def microbatch(self) -> MicrobatchRoutes | None:
         """The active microbatch; None if there is none. The router calls this in each pass.
 
@@ -228,7 +220,7 @@ def _with_routes(call: Callable[..., Any]) -> Callable[..., Any]:
         except BaseException:
             for hook in hooks:
                 hook.clear_indices()
-                hook.clear_router_replay_action()
+                hook.router_replay_action = None
             raise
 
     return with_routes

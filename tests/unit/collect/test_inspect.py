@@ -18,7 +18,6 @@ from stored import INFO, make_rollout, rewrite
 from megatron_r3.cli import main
 from megatron_r3.collect.inspect import inspect_store, text_of
 from megatron_r3.collect.prompt_plan import read_model
-from megatron_r3.data.fingerprint import router_digest
 from megatron_r3.data.store import Rollout, RolloutStore, write_shard
 from megatron_r3.data.store.schema import SamplingSettings
 from megatron_r3.replay.routes import Routes
@@ -44,25 +43,27 @@ def stuck(rollout):
     return replace(rollout, routes=Routes.from_array(ids, 16))
 
 
+def save_routers(folder, **seeds):
+    """The weights of the routers, made from seeds: by default the layer's number."""
+    weights = {}
+    for i in INFO.moe_layers:
+        generator = torch.Generator().manual_seed(seeds.get(f"layer_{i}", i))
+        weights[f"model.layers.{i}.mlp.gate.weight"] = torch.randn(16, 8, generator=generator)
+    save_torch(weights, folder / "model.safetensors")
+
+
 @pytest.fixture
 def model(tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    weights = {
-        f"model.layers.{i}.mlp.gate.weight": torch.randn(
-            16, 8, generator=torch.Generator().manual_seed(i)
-        )
-        for i in INFO.moe_layers
-    }
-    save_torch(weights, folder / "model.safetensors")
+    save_routers(folder)
     return folder
 
 
 @pytest.fixture
 def store(tmp_path, model):
-    weights = [torch.randn(16, 8, generator=torch.Generator().manual_seed(i)) for i in (1, 2, 5)]
-    info = replace(INFO, router_fingerprint=tuple(router_digest(w) for w in weights))
+    info = replace(INFO, router_fingerprint=read_model(model).router_fingerprint)
     write_shard(tmp_path / "s", info, ROLLOUTS[:4])
     write_shard(tmp_path / "s", info, ROLLOUTS[4:])
     return tmp_path / "s"
@@ -240,13 +241,7 @@ def test_another_model_is_refused(store, model, capsys, change, message):
 
 
 def test_other_router_weights_are_refused(store, model, capsys):
-    weights = {
-        f"model.layers.{i}.mlp.gate.weight": torch.randn(
-            16, 8, generator=torch.Generator().manual_seed(9 if i == 2 else i)
-        )
-        for i in INFO.moe_layers
-    }
-    save_torch(weights, model / "model.safetensors")
+    save_routers(model, layer_2=9)
     error = refused(capsys, store, "--model", model)
     assert "in 1 of 3 MoE layers, the first is hidden layer 2" in error
     save_torch({"x": torch.zeros(1)}, model / "model.safetensors")
@@ -274,13 +269,7 @@ def policies(folder, seeds):
         path = folder / f"v{version:06d}"
         path.mkdir(parents=True)
         (path / "config.json").write_text(json.dumps(CONFIG))
-        weights = {
-            f"model.layers.{i}.mlp.gate.weight": torch.randn(
-                16, 8, generator=torch.Generator().manual_seed(10 * seed + i)
-            )
-            for i in INFO.moe_layers
-        }
-        save_torch(weights, path / "model.safetensors")
+        save_routers(path, **{f"layer_{i}": 10 * seed + i for i in INFO.moe_layers})
         made = read_model(path)
         fields = {"router_fingerprint": made.router_fingerprint, "policy_stamp": made.policy_stamp}
         infos.append(replace(INFO, **fields))

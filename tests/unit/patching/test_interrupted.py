@@ -14,13 +14,8 @@ from megatron_r3.patching import apply, tree_files
 from megatron_r3.patching.apply import apply_series, revert_series
 from megatron_r3.patching.git import PatchingError
 from megatron_r3.patching.record import record_path
-from megatron_r3.patching.tree import TreeState, identify
-from megatron_r3.patching.versions import read_versions
-
-
-def state(upstream):
-    return identify(upstream.checkout, read_versions(upstream.patches)).state
-
+from megatron_r3.patching.tree import TreeState
+from tests.unit.patching.test_apply import state
 
 # The tree is a release, one between releases, or a release that takes some groups alone. The last
 # two have a record, which is written before the other files and removed after them.
@@ -59,7 +54,9 @@ def test_killed_between_two_files(upstream, n, killed, then, kind):
     untouched = TreeState.APPLIED if killed == "revert" else TreeState.PRISTINE
     if num_files < 0 and kind == "unreleased":
         untouched = TreeState.UNKNOWN
-    assert state(upstream) is (TreeState.HALF_APPLIED if num_files > 0 else untouched)
+    assert state(upstream.checkout, upstream) is (
+        TreeState.HALF_APPLIED if num_files > 0 else untouched
+    )
     # The word was said already, unless the record was not written yet. A release of which nothing
     # is patched is a release, whatever was about to be applied to it.
     again = num_files < 0 or (num_files == 0 and kind == "groups" and killed == "apply")
@@ -150,7 +147,7 @@ def test_what_cannot_be_brought_back_is_named(upstream, monkeypatch):
             apply_series(upstream.checkout, upstream.patches)
     assert "is half applied" in str(told.value)
     assert any(path in str(told.value) for path in FILES)
-    assert state(upstream) is TreeState.HALF_APPLIED
+    assert state(upstream.checkout, upstream) is TreeState.HALF_APPLIED
     revert_series(upstream.checkout, upstream.patches)
     assert snapshot(upstream.checkout) == pristine
 

@@ -32,20 +32,11 @@ from megatron_r3.patching.record import (
     record_path,
     write_record,
 )
-from megatron_r3.patching.tree import TreeState, identify
-from megatron_r3.patching.versions import read_versions
+from megatron_r3.patching.tree import TreeState
+from tests.unit.patching.test_apply import state
+from tests.unit.patching.test_refusals import edit
 
 DOT = ".megatron-r3.json"
-
-
-def edit(tree, path, old, new):
-    text = (tree / path).read_text()
-    assert old in text
-    (tree / path).write_text(text.replace(old, new))
-
-
-def state(tree, upstream):
-    return identify(tree, read_versions(upstream.patches)).state
 
 
 @pytest.fixture
