@@ -39,8 +39,8 @@ def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> 
     """Run the command that was given.
 
     Returns:
-        What the command returns (0 if it did what was asked); 1 after one line that says why not;
-        2 if no command was given.
+        What the command returns, which is 0 if it did what was asked; 1 if it raised ValueError or
+        OSError or was interrupted, after one line that says so; 2 if no command was given.
     """
     args = parser.parse_args(argv)
     if "run" not in args:

@@ -32,7 +32,7 @@ class _TryAgain(Exception):
     """This request failed, and a repetition of it may succeed.
 
     Attributes:
-        pause: the seconds of the server's Retry-After header; 0 if there are none.
+        pause: the seconds of the server's Retry-After header; 0 if it sent none.
     """
 
     def __init__(self, reason: str, pause: float = 0.0) -> None:
@@ -46,17 +46,20 @@ class Client:
     Args:
         url: the server's address; a `/v1` at its end is left out.
         concurrency: the largest number of requests at a time.
-        timeout: seconds for one request, from connecting to the last byte.
-        retries: how often a request is repeated after a connection error, a timeout, 429 or 5xx.
-        pause: seconds before the first repetition. The pause doubles with each repetition, up to
-            30 s. A random factor from 0.5 to 1.5 spreads requests that failed at the same time.
+        timeout: seconds for one attempt, with connecting and reading.
+        retries: how often a request is repeated at most, after a connection error, a timeout, 429
+            or 5xx.
+        pause: seconds before the first repetition. The pause doubles with each repetition, and is
+            multiplied by a random factor from 0.5 to 1.5, so that requests that failed together are
+            not repeated together. A longer Retry-After of the server counts instead. No pause is
+            longer than 30 s.
 
     Attributes:
         url: the address without a user's name and password.
         on_retry: called before each repetition.
 
     Raises:
-        EngineError: `url` is not an http or https address.
+        EngineError: `url` is no http or https address, or has a query or a fragment.
     """
 
     def __init__(
@@ -84,7 +87,7 @@ class Client:
 
         Raises:
             NoAnswer: the request cannot be sent, the server refused it, or it failed each time.
-            EngineError: the answer is too long, or is not JSON.
+            EngineError: the answer is too long, compressed, or not JSON.
         """
         return await self._ask("POST", path, body, most_bytes)
 
@@ -164,7 +167,7 @@ def _address(url: str) -> tuple[str, dict[str, str]]:
         address = URL(url.rstrip("/").removesuffix("/v1").rstrip("/"))
     except ValueError as error:
         reason = "" if "@" in url else f" ({one_line(str(error), 300)})"
-        raise EngineError(f"--url {shown}: not an address{reason}") from error
+        raise EngineError(f"--url {shown}: this is no address{reason}") from error
     if address.scheme not in ("http", "https") or not address.host:
         raise EngineError(f"--url {shown}: the address must begin with http:// or https://")
     if address.query_string or address.fragment:

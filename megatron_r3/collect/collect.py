@@ -2,7 +2,7 @@
 
 The code is the same for every engine. `concurrency` workers take the missing samples in turn. A
 worker waits for the engine and the reward (`Sampler`), and hands its rollout to the `Shelf`, which
-writes whole groups. After an error or a signal (SIGKILL excepted) the groups that are whole are
+writes shards. After an error or a signal (SIGKILL excepted) the groups that are whole are
 stored too, unless the plan wants all or nothing. The same command then samples what is missing
 (resume.py).
 
@@ -26,7 +26,7 @@ from megatron_r3.collect.writing import Shelf
 from megatron_r3.data.engines.shape import EngineError
 from megatron_r3.data.store import Rollout
 
-# After so many prompts in a row without a rollout a collection ends: the fault is the engine's.
+# After this many prompts in a row without a rollout a collection ends: the engine is at fault then.
 HOPELESS = 8
 
 
@@ -50,22 +50,22 @@ def collect(
     Args:
         engine: samples the responses; it is closed at the end.
         plan: what to collect.
-        concurrency: how many samples are under way at a time.
-        check: called with what the engine says of itself before anything is sampled; raises
-            ValueError to refuse the engine. A caller that has loaded the weights into the engine
-            gives `check`, and the store may hold the same weights under another policy version.
-            If `check` is None, a store with the same weights under another version is refused.
-        make_sampler: makes what samples; None makes a `Sampler`.
+        concurrency: how many samples are under way at a time, at most.
+        check: called with the engine's identity before anything is sampled; raises ValueError to
+            refuse the engine. Only a caller that has loaded the weights into the engine gives it.
+            Without it, a store that has the same weights under another policy version is refused.
+        make_sampler: makes the object that samples; None stands for `Sampler`.
 
     Raises:
         CollectError: rollouts are missing at the end, or many prompts in a row gave none.
         EngineChanged: the engine or its weights changed.
         RewardError: the reward function failed.
         Interrupted: SIGINT, SIGTERM or SIGHUP came.
-        ValueError: engine, store and plan do not fit together, or the engine does not answer
-            (nothing was sampled); a shard cannot be written, or `plan.check` refuses it.
+        ValueError: the engine does not answer or does not take a prompt, or the store does not fit
+            the plan, so nothing was sampled; or a shard cannot be written, or `plan.check` refuses
+            the shard.
     """
-    if make_sampler is None:  # an agent makes its requests of the prompts
+    if make_sampler is None:  # agents make requests of their own, which are checked later
         for prompt in plan.prompts:
             engine.check(prompt)
     return asyncio.run(_collect(engine, plan, concurrency, check, make_sampler or Sampler))
@@ -167,11 +167,11 @@ class Sampler:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        """Have the reward thread end after the reward that it computes now."""
+        """End the thread of rewards; a reward that is being computed is not waited for."""
         self._rewards.close()
 
     async def sample(self, prompt: Prompt, index: int) -> list[Rollout]:
-        """Sample one response and reward it; returns its rollout.
+        """Sample one response and reward it; returns a list of its rollout alone.
 
         Raises:
             GivenUp: there is no response, or none that can be used.

@@ -34,14 +34,14 @@ from megatron_r3.data.untrusted import read_json
 from megatron_r3.data.values import wrong_name
 from megatron_r3.replay.words import quoted, said
 
-# The most bytes of a line. In base64, the expert ids of 16 samples of 32,768 tokens, 94 layers and
-# top-8 take half of these bytes.
+# The most bytes of a line. Expert ids of one byte each, of 16 samples of 32,768 tokens, 94 layers
+# and top-8, take half of these bytes in base64.
 _MOST_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
 class Recording:
-    """A file of recorded responses, and what the file does not say of the responses.
+    """A file of recorded responses, with facts that are not in the file.
 
     Attributes:
         path: JSON lines `{"request": ..., "response": ..., "reward"?: ..., "group"?: ...}`.
@@ -80,9 +80,8 @@ def convert_responses(
         for the user.
 
     Raises:
-        EngineError: the file cannot be read; a line is no request with its response, has a wrong
-            group, or is one of those that `skip_refused` would leave out; or there is nothing to
-            store.
+        EngineError: the file cannot be read; a line has no request and response, has a wrong group,
+            or is refused and `skip_refused` is False; or there is nothing to store.
         RewardError: a line has no reward or a wrong one, or the reward function failed.
         StoreError: `out` exists already or cannot be written, or a name in the new store's header
             is longer than 200 characters or has control characters.
@@ -221,7 +220,7 @@ class _Reader:
             given = getattr(settings, name)
             if given != first:
                 raise EngineError(
-                    f"{where}: {name} {_or_not_said(given)}, and {_or_not_said(first)} in "
+                    f"{where}: {name} is {_or_not_given(given)} here and {_or_not_given(first)} in "
                     f"{self._first_line}: a store has one value of each setting; convert such "
                     "lines into a store of their own"
                 )
@@ -295,7 +294,7 @@ class _Reader:
         """Refuse a rollout with another prompt or another limit of tokens than its group has.
 
         Rewards are normalised over a group, so all its responses must answer one prompt within one
-        limit. Else a response that was cut off at 8 tokens is compared with a response of 1000.
+        limit. Otherwise a response that was cut off at 8 tokens would be compared with one of 1000.
         """
         known, limit, first_line = self._prompt_of.setdefault(group, (digest, most, where))
         if known != digest:
@@ -305,8 +304,8 @@ class _Reader:
             )
         if limit != most:
             raise EngineError(
-                f"{where}: max_tokens {_or_not_said(most)}, and {_or_not_said(limit)} in "
-                f"{first_line}, which has the same group {group}: give each limit its own group"
+                f"{where}: max_tokens is {_or_not_given(most)} here and {_or_not_given(limit)} in "
+                f"{first_line}, of the same group {group}: give each limit a group of its own"
             )
 
     def _reward(
@@ -333,7 +332,7 @@ class _Reader:
         return checked_reward(values[index], f"{where}, choice {index}: `reward` is")
 
 
-def _or_not_said(value: float | str | None) -> str:
+def _or_not_given(value: float | str | None) -> str:
     if value is None:
-        return "not said"
+        return "not given"
     return value if isinstance(value, str) else f"{value:g}"

@@ -63,7 +63,11 @@ class Answer:
 
     @classmethod
     def of(cls, increment: Increment) -> Answer:
-        """An increment as an answer; the increment's rows must begin at token 0."""
+        """An increment as an answer.
+
+        Raises:
+            EngineError: the increment's rows do not begin at token 0.
+        """
         return cls(increment.whole(), increment.said)
 
 

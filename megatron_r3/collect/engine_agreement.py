@@ -30,8 +30,8 @@ class Agreement:
             Rollouts of older versions, sampled by other weights, help to name an alarm's cause.
         means: the means over sampled tokens of `k3_kl`, `extreme` and `abs_dlogp`
             (megatron_r3.train.losses.agreement).
-        note: a sentence for the user if no policy of the store has the model's stamp, or if newer
-            policies than the model are not compared; otherwise empty.
+        note: a sentence for the user if the store has several stamps and none is the model's, or
+            if policies that are newer than the model are not compared; otherwise empty.
     """
 
     compared: list[Compared]
@@ -64,11 +64,13 @@ def compare_store(
     range. Only another implementation, run with the same weights, shows that the routes are wrong.
 
     Args:
+        num_rollouts: how many rollouts are run at most.
         before: the model before the last update of its weights; None to compare with `model` only.
 
     Raises:
         EngineError: transformers cannot read the model; or the model has other MoE layers than the
             store, or too small a vocabulary for the store's tokens.
+        ValueError: the store has several stamps, and the model's stamp cannot be computed.
     """
     version, note = _version_of(store, model)
     rollouts = {store.name(i): store.rollout(i) for i in _chosen(store, num_rollouts, version)}

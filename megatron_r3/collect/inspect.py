@@ -140,7 +140,7 @@ def _responses(store: RolloutStore) -> dict[str, Any]:
 
 def _by_version(store: RolloutStore, length_M: np.ndarray) -> dict[str, dict[str, Any]]:
     """For each policy version the number, mean reward and mean response length of its rollouts, and
-    the digests of its weights: stamps, or that of the first router where a shard has no stamp.
+    the digests of its weights: a shard's stamp or, if it has none, the digest of its first router.
 
     A rollout that several versions sampled counts for the first one, its `policy_version`.
     """
@@ -250,14 +250,10 @@ def text_of(stores: Sequence[dict[str, Any]]) -> str:
     versions = (
         f"policy versions, {one_line(store['directory'])}:\n{_versions(store)}" for store in stores
     )
-    return "\n\n".join([_table(stores), *versions])
-
-
-def _table(stores: Sequence[dict[str, Any]]) -> str:
-    """A table with a row for each number and a column for each store."""
     columns = [dict(_facts(store)) for store in stores]
     names = dict.fromkeys(name for column in columns for name in column)
-    return _grid([name, *(column.get(name, "-") for column in columns)] for name in names)
+    rows = ([name, *(column.get(name, "-") for column in columns)] for name in names)
+    return "\n\n".join([_grid(rows), *versions])
 
 
 def _versions(store: dict[str, Any]) -> str:

@@ -200,7 +200,7 @@ def _sampling_defaults(path: Path) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to collect. What can be checked without an engine is checked when the plan is made.
+    """What to collect.
 
     Attributes:
         prompts: the prompts, each of which is a group of the store.

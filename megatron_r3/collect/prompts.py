@@ -98,8 +98,8 @@ def read_prompts(path: Path) -> list[Prompt]:
     on.
 
     Raises:
-        PromptError: the file is not readable or empty, a line is no prompt, or two lines have the
-            same group.
+        PromptError: the file is not readable or empty, a line is no prompt, a prompt cannot be sent
+            as JSON, or two lines have the same group.
     """
     prompts: dict[int, Prompt] = {}
     try:

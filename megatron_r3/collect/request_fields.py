@@ -6,9 +6,9 @@ repetition penalty of 1.3 shows in none of vLLM's raw log-probs. So `convert` an
 sampler refuse a field that `_RECORDED`, `PLAIN` and `_FREE` do not name, and `collect` sends no
 such field.
 
-`_RECORDED`, `PLAIN` and `_FREE` have all fields of vLLM 0.30.0 (/v1/completions,
-/v1/chat/completions and /inference/v1/generate) and of SGLang 0.5.23 (/generate and /v1/...); a
-test goes through all of these fields. Megatron's server adds `return_tokenized_data`.
+A test goes through all fields of vLLM 0.30.0 (/v1/completions, /v1/chat/completions and
+/inference/v1/generate) and of SGLang 0.5.23 (/generate and /v1/...), and names those that are
+refused with any value, for example grammars. Megatron's server adds `return_tokenized_data`.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "response_format": ({"type": "text"},),
     "structured_outputs": ({},),
-    # "required" and a function's name force tokens into a grammar; `strict` tools do too, for which
-    # `_changes_nothing` looks
+    # "required" and a function's name force tokens into a grammar; so do `strict` tools, which
+    # `_changes_nothing` refuses
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "ebnf_full_assistant": (False,),
@@ -195,8 +195,7 @@ def left_out(engine: str, request: Mapping[str, Any]) -> list[str]:
 def refuse_defaults(
     engine: str, request: Mapping[str, Any], defaults: Mapping[str, Any], where: str
 ) -> None:
-    """Refuse a request that leaves out a setting by which the model's generation_config.json would
-    change the distribution.
+    """Refuse a request that leaves out a setting which the model's generation_config.json changes.
 
     Args:
         defaults: the fields of that file; empty if there is no such file.

@@ -59,7 +59,8 @@ def build_request(
     return path, body
 
 
-_Asked = tuple[str, dict[str, Any], dict[str, Any]]  # path, body, and what of it says how to sample
+# the path, the body, and the part of the body that says how to sample
+_Asked = tuple[str, dict[str, Any], dict[str, Any]]
 
 
 def _vllm(prompt: Prompt, sampling: Sampling, model: str) -> _Asked:

@@ -151,7 +151,7 @@ def _given(value: Any, missing: str) -> Any:
 
 
 def _shape_of(args: argparse.Namespace) -> dict[str, Any]:
-    """What the options say of a model whose type is not known."""
+    """The arguments of `read_model` that --moe-layers, --num-experts and --topk give."""
     return {name: getattr(args, name) for name in ("moe_layers", "num_experts", "topk")}
 
 
@@ -343,7 +343,8 @@ COLLECT: tuple[Any, ...] = (
     _SHARD_SIZE,
     ("--max-tokens", "the largest number of tokens of a response (default: 1024)",
      {"type": number(int, 1), "default": 1024}),
-    ("--temperature", "divide the logits by this; at a server only with --top-k (default: 1)",
+    ("--temperature",
+     "divide the logits by this; for a server other values than 1 need --top-k (default: 1)",
      {"type": number(float, 0), "default": 1.0}),
     ("--top-p",
      "sample from the likeliest tokens that together have this probability, and store which they "
@@ -412,7 +413,7 @@ _RESPONSES: tuple[Any, ...] = (
      _VERSION.format("what the responses say, if it is a number; else 0"), _WHOLE),
     _SHARD_SIZE,
     ("--skip-refused",
-     "leave out lines whose response cannot be decoded or whose request is refused, and print why",
+     "leave out lines whose request or response is refused, and print why",
      {"action": "store_true"}),
 )  # fmt: skip
 _TO_PARQUET: tuple[Any, ...] = (

@@ -24,6 +24,7 @@ from megatron_r3.data.engines.conversation import Increment
 from megatron_r3.data.engines.shape import EngineError, ModelShape
 from megatron_r3.data.values import wrong_text
 from megatron_r3.replay.routes import Routes
+from megatron_r3.replay.words import quoted
 
 # Megatron's server returns no masks: `sampling_for` refuses settings that need them.
 _HOW_TO_GET_MASKS = {
@@ -72,14 +73,15 @@ class Server:
         stop: Sequence[str] = (),
         max_tokens: int | None = None,
     ) -> Increment:
-        """Sample one response to a prompt, with the routes from one token on.
+        """Sample one response to a prompt, with routes from the token `start` on.
 
         Args:
             prompt, seed, where: as in `Engine.sample`.
             start: the token of the first row. Rows of earlier tokens, which Megatron's server
                 returns too, are cut off.
             stop: texts at which the response ends.
-            max_tokens: a smaller limit of tokens than that of the sampling; None for the same.
+            max_tokens: the largest number of tokens, if it is below the one of `sampling`; None for
+                the one of `sampling`.
 
         Raises:
             NoAnswer, EngineError: as in `Engine.sample`.
@@ -139,7 +141,7 @@ class Server:
 
 def _megatron_health(page: Any) -> Mapping[str, Any]:
     if page["service"] != "Megatron Inference Server":
-        raise LookupError("such service")  # `Watch._read` puts "no" before these words
+        raise LookupError(quoted(page["service"]))
     return {}
 
 
@@ -258,7 +260,10 @@ class Watch:
         try:
             values = read(page)
         except (AttributeError, LookupError, TypeError) as error:
-            raise EngineError(f"{where}: not what {self._engine} answers: no {error}") from error
+            raise EngineError(
+                f"{where}: no {self._engine} server has such a page ({error!r}): is "
+                "another service at this address?"
+            ) from error
         names = {
             name: str(value) if type(value) is int else value
             for name, value in values.items()

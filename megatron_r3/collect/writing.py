@@ -1,6 +1,6 @@
 """How the commands write shards: groups stay whole, and a new store appears whole or not at all.
 
-`Shelf` is used by `collect`, which adds to a store; `new_store` by the conversions, which make one.
+Commands that add to a store use `Shelf`. Conversions, which make a new store, use `new_store`.
 """
 
 from __future__ import annotations
@@ -137,7 +137,8 @@ def new_store(directory: Path) -> Iterator[Path]:
     """Yield a folder for shards, which becomes `directory` if the block ends without an error.
 
     Raises:
-        StoreError: `directory` exists and is not empty, or it cannot be written.
+        StoreError: `directory` is a symlink, a file or a folder that is not empty, or it cannot be
+            written.
     """
     with writing(directory):
         there = directory.exists() and not (directory.is_dir() and not any(directory.iterdir()))

@@ -167,7 +167,7 @@ _mismatch = _Mismatch()
 def count_mismatch(wanted: bool = True) -> None:
     """Switch on or off, for the whole process, the comparison of replayed routes with live ones.
 
-    The comparison costs one top-k a layer.
+    The comparison costs one more top-k in each layer of a replayed pass.
     """
     _mismatch.wanted = wanted
 

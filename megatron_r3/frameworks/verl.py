@@ -211,7 +211,7 @@ class _AfterImport(MetaPathFinder):
     """Calls `_replace` at the end of the import of verl's module router_replay_patch.
 
     verl's engine runs `from ... import apply_router_replay_patch`, and the function must be
-    replaced before.
+    replaced before that import.
     """
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:

@@ -53,10 +53,12 @@ def apply_series(
 ) -> Change:
     """Apply the series in `patches` that is for the tree `root`, or the series of `line`.
 
-    Guarantees: all files are patched or none is changed; an applied tree is not touched; a half
-    applied tree is finished; what was written is read again and compared.
+    Guarantees: an applied tree is not touched; a half applied tree is finished; what was written is
+    read again and compared; after an error all files are as they were, or the message says that the
+    tree is half applied.
 
     Args:
+        line: the name of a release line; empty for the line that fits.
         unreleased: whether to patch a tree that versions.toml does not list. All of `groups` must
             apply to such a tree exactly. Without `groups`, r3 must apply, and another group that
             does not apply is left out. The tree gets a record, which `revert_series` removes.

@@ -1,7 +1,7 @@
 """The commands on patches: apply, revert, status and megatron.
 
 Each command returns 0, except that `status` returns 1 for a tree that is unknown or half applied. A
-refusal is a PatchingError, which `megatron_r3.cli` prints as one error.
+refusal is a PatchingError, which `megatron_r3.cli` prints as one line.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A temporary git repository, in which patches are tried before a tree is touched.
 
 Only the files that a series changes are copied into the repository. Git applies the patches there,
-one after the other. If a file has the blob id that a patch starts from, it must then have the blob
-id that the patch ends with.
+one after the other. A file that has the blob id from which a patch starts must afterwards have the
+blob id with which the patch ends.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class PatchFailed(PatchingError):
 
     Attributes:
         number: which patch of its series this is, counted from 1.
-        failures: by file that the patch does not fit, PATH:LINE or "PATH: REASON".
-        path: the first of those files; `where` is its text in `failures`.
+        failures: for each file that the patch does not fit, "PATH:LINE" or "PATH: REASON".
+        path, where: the first file of `failures`, and its text.
     """
 
     def __init__(self, number: int, patch: Patch, failures: Mapping[str, str]):

@@ -104,7 +104,11 @@ class Versions:
 
 
 def patches_folder() -> Path:
-    """The folder of this package's patches: inside the package in a wheel, else beside it."""
+    """The folder of this package's patches: inside the package in a wheel, else beside it.
+
+    Raises:
+        PatchingError: there is no such folder.
+    """
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "patches", package.parent / "patches"):
         if (folder / "versions.toml").is_file():

@@ -11,8 +11,8 @@ from megatron_r3.replay.routes import MoEShape
 from megatron_r3.train.option_table import OPTIONS, flag
 
 _NOT_PATCHED = (
-    "this tree has no patches of the group rl (core_r0.19.0 and main have them, and make status "
-    "shows which are in); collect rollouts, and train on them with --rollouts DIR"
+    "this tree lacks the patches of the group rl, which there are for core_r0.19.0 and main (make "
+    "status shows the groups of a tree); collect rollouts, and train on them with --rollouts DIR"
 )
 _SCHEDULE = "inference_dynamic_batching_async_sched_mode"
 _FSDP = "replay was not tested on modules that FSDP shards; leave FSDP out"

@@ -131,8 +131,8 @@ def test_memory_of_32_hostile_bodies(folder, how):
         ("/version", lambda: {"version": "1" * 1_000_000}, "version must be a text of at most 200"),
         ("/version", lambda: {"version": "1\x1b[31m"}, "version must be a text without control"),
         ("/version", lambda: {"version": ["1"]}, "version must be a text; got list"),
-        ("/version", lambda: ["0.30.0"], "/version: not what vllm answers"),
-        ("/v1/models", lambda: {"data": []}, "/v1/models: not what vllm answers"),
+        ("/version", lambda: ["0.30.0"], "/version: no vllm server has such a page"),
+        ("/v1/models", lambda: {"data": []}, "/v1/models: no vllm server has such a page"),
         ("/v1/models", lambda: {"data": [{"id": "a\nb"}]}, "model must be a text without control"),
     ],
 )

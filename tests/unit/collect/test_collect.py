@@ -173,8 +173,11 @@ def test_no_server(folder, capsys):
     ("arguments", "message"),
     [
         (["--url", "ftp://x"], "must begin with http"),
-        (["--url", "http://127.0.0.1:99999"], "http://127.0.0.1:99999: not an address (Port out"),
-        (["--url", "http://127.0.0.1:x"], "http://127.0.0.1:x: not an address (Invalid URL"),
+        (
+            ["--url", "http://127.0.0.1:99999"],
+            "http://127.0.0.1:99999: this is no address (Port out",
+        ),
+        (["--url", "http://127.0.0.1:x"], "http://127.0.0.1:x: this is no address (Invalid URL"),
         (["--url", "http://127.0.0.1?a=b"], "leave ? and # out"),
         (["--url", "http://"], "must begin with http"),
         (["--url", "http://a..b"], "http://a..b"),

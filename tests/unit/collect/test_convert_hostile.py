@@ -112,10 +112,10 @@ def test_settings_that_cannot_be(request_, message):
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("temperature", 0.5, "temperature 0.5, and 1 in raw.jsonl, line 1: a store has one value"),
-        ("temperature", None, "temperature not said, and 1 in raw.jsonl, line 1"),
-        ("top_p", 0.9, "top_p 0.9, and not said in raw.jsonl, line 1"),
-        ("top_k", 20, "top_k 20, and not said in"),
+        ("temperature", 0.5, "temperature is 0.5 here and 1 in raw.jsonl, line 1: a store has one"),
+        ("temperature", None, "temperature is not given here and 1 in raw.jsonl, line 1"),
+        ("top_p", 0.9, "top_p is 0.9 here and not given in raw.jsonl, line 1"),
+        ("top_k", 20, "top_k is 20 here and not given in"),
         ("model", None, "the request names the model None, and raw.jsonl, line 1 names 'qwen3"),
     ],
 )
@@ -141,7 +141,7 @@ def test_lines_may_differ_in_how_long_a_response_may_get(folder, capsys):
     capsys.readouterr()
     assert convert([one | {"group": 5}, other | {"group": 5}], "--out", "one") == 1
     assert error_of(capsys).startswith(
-        "raw.jsonl, line 2: max_tokens 41, and 40 in raw.jsonl, line 1, which has the same group"
+        "raw.jsonl, line 2: max_tokens is 41 here and 40 in raw.jsonl, line 1, of the same group"
     )
 
 

@@ -90,5 +90,5 @@ async def test_who_the_server_is(anyio_backend):
     # upstream's own script has no such page
     assert await Watch(Pages(health=HEALTH), "megatron").begin() == Identity()
     for page in ({"service": "another"}, {}, []):
-        with pytest.raises(EngineError, match="/health: not what megatron answers"):
+        with pytest.raises(EngineError, match="/health: no megatron server has such a page"):
             await Watch(Pages(health=page), "megatron").begin()
