@@ -52,8 +52,9 @@ def collect(
         plan: what to collect.
         concurrency: how many samples are under way at a time, at most.
         check: called with the engine's identity before anything is sampled; raises ValueError to
-            refuse the engine. Only a caller that has loaded the weights into the engine gives it.
-            Without it, a store that has the same weights under another policy version is refused.
+            refuse the engine. Only a caller that has loaded the weights into the engine gives
+            `check`. Without `check`, a store with the same weights under another policy version is
+            refused.
         make_sampler: makes the object that samples; None stands for `Sampler`.
 
     Raises:

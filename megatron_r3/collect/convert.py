@@ -66,14 +66,15 @@ def convert_responses(
     """Write a new store that has each choice of each response as a rollout.
 
     A line's group is its `group`. If no line has that field, each prompt of each request is a group
-    of its own. A group's samples are numbered in the order of the lines. A group whose lines follow
-    each other is in one shard.
+    of its own. A group's samples are numbered in the order of the lines. If the lines of a group
+    follow each other, the group is in one shard.
 
     Args:
         shard_size: rollouts of a shard, or a few more, so that groups stay whole.
-        skip_refused: leave out lines that cannot be decoded or whose request is refused, and lines
-            whose sampling settings, model or policy version are not those of the lines before.
-            False raises an error for such a line. A wrong group or reward always raises one.
+        skip_refused: leave out lines with a response that cannot be decoded, with a request that is
+            refused, with other sampling settings or another model than the first line, or with
+            another policy version than `recording` says. False raises an error for such a line. A
+            wrong group or reward always raises one.
 
     Returns:
         The number of rollouts in the store; the reason for each line that was left out; and notes

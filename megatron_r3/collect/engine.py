@@ -127,7 +127,7 @@ class EnginePolicy:
     version that is reported is kept and stored. A later response may report no other.
 
     Args:
-        shelf: writes the shards, whose header holds the version.
+        shelf: writes the shards, and the version into their headers.
         stored: the version of the engine's weights in the store's shards of this policy version;
             "" if these shards name none; None if the store has no shard of this policy version.
     """

@@ -1,4 +1,4 @@
-"""The truth test: transformers runs some rollouts of a store, and the routes are compared.
+"""The truth test: transformers runs some rollouts of a store, and its routes are compared.
 
 Shape suffixes (docs/glossary.md): K, L, M, N, T, V.
 """
@@ -41,7 +41,7 @@ class Agreement:
 
     def numbers(self, report: Report) -> dict[str, Any]:
         """The `agreement` of `rollouts inspect --json`; `routes` has for each MoE layer the share
-        of recorded rows whose experts transformers chooses too.
+        of recorded rows in which transformers chooses the same experts.
         """
         own = [c.rollout for c in self.compared if c.rollout.policy_version == self.version]
         tables = report.tables if len(own) == len(self.compared) else report.newest
@@ -88,7 +88,7 @@ def compare_rollouts(
     """Run rollouts through transformers, and compare the routes (`compare_store`).
 
     Args:
-        rollouts: by their names in messages.
+        rollouts: the rollouts by name, as messages name them.
         info: the header that the rollouts' shard has, or will have.
         where: what messages call the place of all rollouts, for example the store's directory.
 
@@ -144,8 +144,8 @@ def _runs(
 def _version_of(store: RolloutStore, model: Path) -> tuple[int, str]:
     """The policy version that the model is compared with, and a note on that for the user.
 
-    The version is the newest one whose shard has the model's stamp. It is the store's newest one if
-    no shard has that stamp, or all shards have the same stamp.
+    The version is the newest one among the shards with the model's stamp. It is the store's newest
+    one if no shard has that stamp, or all shards have the same stamp.
     """
     newest = int(store.column("policy_version").max())
     of_stamp: dict[str, int] = {}
@@ -164,8 +164,8 @@ def _version_of(store: RolloutStore, model: Path) -> tuple[int, str]:
 def _chosen(store: RolloutStore, num_rollouts: int, version: int) -> list[int]:
     """The indices of up to `num_rollouts` rollouts, spread over the store.
 
-    Up to half of the rollouts are of versions before `version`; all others are of `version`, whose
-    weights the model should have.
+    Up to half of the rollouts are of versions before `version`; all others are of `version`, which
+    should have the model's weights.
     """
     version_M = store.column("policy_version")
     newest, others = np.flatnonzero(version_M == version), np.flatnonzero(version_M < version)
@@ -208,7 +208,7 @@ def _agreement_sums(rollout: Rollout, logprobs_T: Any) -> dict[str, float]:
 
 
 def _cut_off(kept: KeptSets, shape: Sequence[int]) -> Any:
-    """Which logits the sampler cut off, bool `[N - 1, vocabulary]`: none where no set is stored."""
+    """Which logits the sampler cut off, bool `[N - 1, vocabulary]`; none where no set is kept."""
     import torch
 
     sizes = kept.sizes_N[1:]  # row 0 predicts token 1

@@ -1,7 +1,7 @@
 """Transformers as an engine: runs the model in this process, on a GPU if there is one.
 
-Samples that are under way at the same time, and whose prompts have the same length, run as one
-batch with a KV cache. There is no padding, so no sample depends on the others in its batch, except
+Samples that are under way at the same time, with prompts of the same length, run as one batch with
+a KV cache. There is no padding, so no sample depends on the others in its batch, except
 by the rounding of matrix products.
 
 Shape suffixes (docs/glossary.md): B, N, G, L, T, K.
@@ -64,7 +64,7 @@ class SampleRequest:
 
 
 class Transformers:
-    """A model of a transformers directory (`engine.Engine`).
+    """Samples with the model of a transformers directory, as an `engine.Engine`.
 
     Args:
         directory: has config, weights and, for prompts that are texts or chats, a tokenizer.
@@ -159,7 +159,7 @@ class Transformers:
             while number != (number := sum(map(len, self._waiting.values()))):
                 await asyncio.sleep(_GATHER_S)
             length = max(self._waiting, key=lambda n: len(self._waiting[n]))
-            # Requests whose worker was cancelled are left out.
+            # The requests of workers that were cancelled are left out.
             batch = [
                 (one, future) for one, future in self._waiting.pop(length) if not future.done()
             ]

@@ -28,7 +28,9 @@ NOT_IN_TABLE = {
 
 
 def inspect_store(directory: Path) -> dict[str, Any]:
-    """All numbers about a store, as JSON has them (docs/rollout-store.md); reads the whole store.
+    """The numbers about a store that `rollouts inspect --json` prints without --model.
+
+    The whole store is read. docs/rollout-store.md explains the numbers.
 
     Raises:
         StoreError: the store is damaged.
@@ -90,7 +92,7 @@ def _source(store: RolloutStore) -> dict[str, Any]:
 
 def _prompts(store: RolloutStore) -> dict[str, Any]:
     """How many prompts there are, the fewest and the most rollouts of a prompt, and the number of
-    prompts whose rewards are all equal.
+    prompts for which all rewards are equal.
 
     A prompt counts once for each policy version that sampled responses to it.
     """

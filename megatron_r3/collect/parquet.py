@@ -109,8 +109,8 @@ def from_parquet(path: Path, directory: Path, out: Path) -> int:
 
     A row is found by its `policy_version`, `group` and `sample`, so rows may come in any order. If
     the table has `tokens`, they must be those of the store. If the store has advantages, the table
-    must have a column `advantage`, because the store's belong to the old rewards; null stands for
-    no advantage.
+    must have a column `advantage`, because the advantages in the store belong to the old rewards.
+    Null stands for no advantage.
 
     Raises:
         StoreError: the table cannot be read or has columns of other types; a rollout has no row, a
@@ -159,7 +159,7 @@ def _rows(
     """The rows by (policy version, group, sample), each with its number in the table.
 
     A file of a kilobyte can hold a billion rows that are all the same. So reading ends at the first
-    row whose rollout is not in the store or has had a row before.
+    row of a rollout that is not in the store or has had a row before.
     """
     known = set(zip(*(store.column(name).tolist() for name in KEY), strict=True))
     has_advantages = not np.isnan(store.index.columns["advantage"]).all()

@@ -125,8 +125,8 @@ def refuse_other_fields(request: Mapping[str, Any], where: str) -> None:
 def settings_of(request: Mapping[str, Any], where: str) -> SamplingSettings:
     """The sampling settings of a request. A setting that the request leaves out is None.
 
-    The engine takes what a request leaves out from the model's generation_config.json or from its
-    own options (`refuse_defaults`).
+    The engine takes what a request leaves out from the model's generation_config.json, or from the
+    options with which the server was started (`refuse_defaults`).
 
     Raises:
         EngineError: naming `where` and the field: a field that may change how tokens are drawn and

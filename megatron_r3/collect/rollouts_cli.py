@@ -309,7 +309,7 @@ _MODEL: Row = (
 )
 _SHAPE: tuple[Row, ...] = (
     ("--moe-layers",
-     "the MoE layers of a model whose type is not known, counted from 0, for example 1-3,7",
+     "the MoE layers of a model of an unknown type, counted from 0, for example 1-3,7",
      {"type": layers, "metavar": "LAYERS"}),
     ("--num-experts", "experts of each MoE layer, if the model's config.json does not say",
      {"type": number(int, 1), "metavar": "N"}),
@@ -413,7 +413,7 @@ _RESPONSES: tuple[Any, ...] = (
      _VERSION.format("what the responses say, if it is a number; else 0"), _WHOLE),
     _SHARD_SIZE,
     ("--skip-refused",
-     "leave out lines whose request or response is refused, and print why",
+     "leave out lines with a request or response that is refused, and print why",
      {"action": "store_true"}),
 )  # fmt: skip
 _TO_PARQUET: tuple[Any, ...] = (

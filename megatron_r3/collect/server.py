@@ -80,8 +80,8 @@ class Server:
             start: the token of the first row. Rows of earlier tokens, which Megatron's server
                 returns too, are cut off.
             stop: texts at which the response ends.
-            max_tokens: the largest number of tokens, if it is below the one of `sampling`; None for
-                the one of `sampling`.
+            max_tokens: a second limit of the response's tokens beside the one of `sampling`; the
+                smaller one counts. None for no second limit.
 
         Raises:
             NoAnswer, EngineError: as in `Engine.sample`.
@@ -251,7 +251,7 @@ class Watch:
             if before != after:
                 raise EngineChanged(
                     f"{self._client.url}: the server changed: its {field.name} was {before!r} at "
-                    f"the start and is {after!r}: the responses in between are not stored"
+                    f"the start and is {after!r} now; responses since the last check are not stored"
                 )
 
     def _read(self, page: Any, path: str, read: _Read) -> dict[str, str]:

@@ -143,7 +143,8 @@ def take_signals(
 ) -> dict[int, Any]:
     """Set the handler of those signals that are not ignored; returns their former handlers.
 
-    `nohup` starts a command with SIGHUP ignored, and this command must outlive its terminal.
+    A signal that is ignored stays ignored. `nohup` starts a command with SIGHUP ignored, so that
+    the command outlives its terminal.
     """
     heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
     return {number: signal.signal(number, handler) for number in heard}

@@ -33,8 +33,8 @@ def read_policies(path: Path, **shape: Any) -> Policies:
         shape: what a config does not say, as in `ModelShape.from_hf_config`.
 
     Raises:
-        ValueError: naming the file that cannot be used. The returned function raises it for a
-            published policy, which it reads when it first meets the policy's version.
+        ValueError: naming the file that cannot be used. The returned function reads a published
+            policy when it first needs the policy, and raises ValueError then.
     """
     if not published(path):
         model = read_model(path, **shape)
@@ -125,7 +125,7 @@ def _refuse_other_model(shard: Shard, model: Model) -> None:
             )
     if info.policy_stamp and model.policy_stamp and info.policy_stamp != model.policy_stamp:
         raise StoreError(
-            f"{shard.path}: sampled by other weights than {model.name}'s, whose routers are "
-            f"the same: the shard's stamp is {info.policy_stamp}, the model's is "
+            f"{shard.path}: sampled by other weights than {model.name}'s, but by the same routers: "
+            f"the shard's stamp is {info.policy_stamp}, the model's is "
             f"{model.policy_stamp}: give --model the weights that sampled"
         )

@@ -25,7 +25,7 @@ class Shelf:
     """Holds rollouts until their group is whole, and whole groups until they fill a shard.
 
     Advantages are normalised inside a group, and a trainer that follows the store reads shard by
-    shard, so a group must not be split. Example: 4 samples of each prompt and a shard size of 6
+    shard, so a group is kept in one shard. Example: 4 samples of each prompt and a shard size of 6
     make shards of 8, because the second group is not cut. Only a group that is itself larger than
     a shard is stored in parts.
 

@@ -89,8 +89,8 @@ class TargetRoutes:
         """The routes of one forward pass of the block.
 
         Args:
-            counts: whether to count the rows whose live choice differs from their route, except
-                for unused rows.
+            counts: whether to count the rows in which the live choice differs from the route;
+                unused rows are left out.
         """
         bad_LT, tally = self.bad_LT, None
         if counts:

@@ -56,7 +56,7 @@ _TURN_OFF = "to train with verl's own replay, unset VERL_USE_EXTERNAL_MODULES"
 
 
 def check_version(version: str, patch: Any, utils: Any) -> None:
-    """Refuse a verl that is not a known release, or whose functions differ from the release's.
+    """Refuse a verl that is not a known release, or has other functions than the release.
 
     Args:
         version: `verl.__version__`.
@@ -100,8 +100,8 @@ class LivingRouters(list[Any]):
     """
 
     def clear(self) -> None:
-        """Remove the routers whose models were freed."""
-        gc.collect()  # frees models that are out of use, whose modules refer to each other
+        """Remove the routers of models that were freed."""
+        gc.collect()  # frees models out of use; their modules refer to each other
         self[:] = [hook for hook in self if hook.router is not None]
 
 

@@ -54,8 +54,8 @@ def apply_series(
     """Apply the series in `patches` that is for the tree `root`, or the series of `line`.
 
     Guarantees: an applied tree is not touched; a half applied tree is finished; what was written is
-    read again and compared; after an error all files are as they were, or the message says that the
-    tree is half applied.
+    read again and compared; after an error all files are as they were, or the message says in which
+    state the tree is.
 
     Args:
         line: the name of a release line; empty for the line that fits.
@@ -92,7 +92,7 @@ def _check_groups(groups: Collection[str]) -> None:
     known = [group.name for group in GROUPS]
     if unknown := [name for name in groups if name not in known]:
         raise PatchingError(
-            f"--groups {' '.join(unknown)}: no such group; there are {names(known)}"
+            f"--groups {' '.join(unknown)}: there is no such group; groups are {names(known)}"
         )
     for group in GROUPS:
         missing = [name for name in group.needs if name not in groups]
@@ -120,7 +120,9 @@ def revert_series(root: Path, patches: Path, *, line: str = "") -> Change:
 def _take(
     status: TreeStatus, versions: Versions, line: str, unreleased: bool, groups: Collection[str]
 ) -> tuple[TreeStatus, str]:
-    """The status of a tree that can be patched only with a record, and text about other choices."""
+    """The status, with its record, of a tree that versions.toml does not list or that gets some
+    groups; and text about the groups that are left out and other lines that fit.
+    """
     if status.unreleased and status.unknown:  # some files are patched already, others are unknown
         raise PatchingError(why_not(status, versions))
     known = status.state is TreeState.PRISTINE

@@ -118,7 +118,7 @@ def _download(tree: KnownTree, folder: Path) -> Path:
 
 
 def _unpack(sdist: Path, folder: Path) -> Path:
-    """Unpack `sdist`, whose checksum pip has compared, into `folder`; return its one top folder."""
+    """Unpack `sdist` into `folder`; return its one top folder. Pip has compared its checksum."""
     try:
         with tarfile.open(sdist) as archive:
             # before 3.10.12 and 3.11.4 Python has no filters, for example Debian 12's Python

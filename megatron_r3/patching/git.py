@@ -13,8 +13,8 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-# Settings that git would otherwise take from a configuration file, or whose default is a file of
-# the user's: core.attributesFile is by default ~/.config/git/attributes.
+# Settings that git would otherwise take from a configuration file, or with a file of the user as
+# their default: core.attributesFile is by default ~/.config/git/attributes.
 _PINS = {
     "am.threeWay": "false",
     "apply.whitespace": "nowarn",
@@ -43,7 +43,7 @@ _ENVIRONMENT = {
 
 
 class PatchingError(ValueError):
-    """A refusal: the message says what is wrong, and which files stay changed, if any do."""
+    """A tree, a patch or a record that cannot be used, or a program that failed."""
 
 
 def names(items: Sequence[str], most: int = 5) -> str:

@@ -35,11 +35,11 @@ class Unreleased:
     """What was done to a tree that versions.toml does not list, or that got only some groups.
 
     Attributes:
-        line: the release line whose patches fit.
+        line: the release line of the patches.
         near: the known tree of that line from which the fewest files differ.
         differ: the files that the patches change and that, unpatched, are not those of `near`.
         absent: files of the patches that both `near` and the tree lack.
-        groups: the groups whose patches are in the tree; `left_out` are the line's other groups.
+        groups, left_out: the groups of patches that are in the tree, and the line's other groups.
         num_patches: how many patches `groups` have.
         series: the digest of the patches of `groups`, from `series_digest`.
         version: the version of megatron-r3 that applied the patches.

@@ -98,7 +98,7 @@ class TreeStatus:
 
     @property
     def unknown(self) -> list[str]:
-        """The files whose blob ids are not in their chains."""
+        """The files with blob ids that are not in their chains."""
         return [path for path, place in self.places.items() if place is None]
 
     @property

@@ -61,9 +61,10 @@ def read_file(root: Path, path: str) -> FileOnDisk:
 
 @contextmanager
 def locked(root: Path) -> Iterator[None]:
-    """Wait until no other command changes `root`; other commands then wait until the body ends.
+    """Hold a lock on the folder `root` while the body runs; wait for a command that holds the lock.
 
-    The lock is on the open folder, not a file, so it ends with the process, even a killed one.
+    The lock ends with the process, even if the process is killed. On a file system without locks
+    the body runs without a lock.
     """
     folder = os.open(root, os.O_RDONLY)
     try:

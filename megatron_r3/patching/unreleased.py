@@ -33,8 +33,8 @@ class Fit:
         tree: what the record of the tree will say.
         moved: the sum, over all hunks, of the lines by which the hunk is away from its place in
             the patch.
-        left_out: by the name of a group that was tried and left out, the reason: the file and line
-            that does not fit, or the group that it needs.
+        left_out: for each group that was tried and left out, the reason: the file and line that do
+            not fit, or the groups that it needs.
     """
 
     tree: Unreleased
@@ -74,7 +74,7 @@ class Fit:
 def find_fits(
     root: Path, versions: Versions, line: str = "", wanted: Collection[str] = ()
 ) -> list[Fit]:
-    """A `Fit` for each line whose patches apply to the unpatched tree `root`, nearest line first.
+    """A `Fit` for each line with patches that apply to the unpatched tree `root`, nearest first.
 
     With `line` only this line is tried. `Fit.distance` gives the order.
 

@@ -13,9 +13,9 @@ commit = "<40 hex>"             # for a tree that is in upstream's git
 pypi = "megatron-core==0.19.2"  # for a tree that is on PyPI, with
 sdist_sha256 = "<64 hex>"
 absent = ["<path>", ...]        # files of the series that this tree lacks: apply skips them
-blobs = { "<path>" = ["<40 hex>", ...] }  # files whose base is not the one the patches name: their
-                                # blob ids (git hash-object FILE) before, between and after the
-                                # patches
+blobs = { "<path>" = ["<40 hex>", ...] }  # files with another base than the patches name, and
+                                # their blob ids (git hash-object FILE) before, between and after
+                                # the patches
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class KnownTree:
 
 @dataclass(frozen=True)
 class Line:
-    """One release line: the folder of its patches, and the trees they are made for."""
+    """One release line: the folder of its patches, and the trees that these patches fit."""
 
     name: str
     folder: Path

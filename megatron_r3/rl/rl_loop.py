@@ -213,7 +213,7 @@ class LoopReplay:
             )
 
     def _check_bins(self, packing: Any) -> None:
-        """Refuse bins whose tokens are not those of their rows; called once a collection."""
+        """Refuse bins with other tokens than those of their rows; called once a collection."""
         for number, tokens_S in enumerate(packing.packed_trajs.cpu()):
             self._check_tokens(self._rows_of_bin(packing, number), tokens_S[None])
 
@@ -225,7 +225,7 @@ class LoopReplay:
             refuse_beside_children(str(error), speaks=True)
 
     def _microbatch(self, which: str, model: Any, rows_BS: Tensor) -> MicrobatchRoutes:
-        """The routes of one forward pass on this rank; collective, as `ModelRoutes` is."""
+        """The routes of one forward pass on this rank. All ranks call this together."""
         assert self.turns is not None
         module: Any = unwrapped(model)
         self._pass = which
@@ -295,7 +295,7 @@ def write_collection(options: LoopOptions, turns: TurnRoutes, version: str) -> P
     no longer has the weights that sampled.
 
     Args:
-        version: the version of Megatron, whose engine sampled.
+        version: the version of Megatron, the engine that sampled.
 
     Returns:
         The new file.

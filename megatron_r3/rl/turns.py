@@ -40,7 +40,7 @@ class Turn:
 
     Attributes:
         name: the sequence's name in errors.
-        tokens_N: int32.
+        tokens_N: int32 token ids.
         response_N: bool, True on sampled tokens.
         logprobs: the sampler's log-prob of each sampled token.
         sent: for each request, the shortest first, the number of its tokens, and the routes as the
@@ -103,8 +103,8 @@ class Turn:
         """The turn as a rollout of a store.
 
         Raises:
-            ValueError: for the reasons of `routes`; or the number of log-probs is not that of the
-                sampled tokens; or the reward is no number.
+            ValueError: for the reasons of `routes`; or there is not one log-prob for each sampled
+                token; or the reward is no number.
         """
         logprobs_N = np.zeros(len(self.tokens_N), np.float32)
         if len(self.logprobs) != self.response_N.sum():
@@ -148,14 +148,14 @@ def read_turns(
     """The sequences of `prepare_data_for_update`, without those that only fill up a batch.
 
     Args:
-        rows: each is a pair of a rollout and the index of one of its turns; or a rollout, whose
-            turns are one sequence; or None or a pair with None, which only fills up a batch.
+        rows: each is a pair of a rollout and the index of one of its turns; or a rollout with all
+            its turns as one sequence; or None or a pair with None, which only fills up a batch.
         rollouts: the collection's rollouts, group by group.
         group_size: rollouts of a group.
         first_group: the number of the first group.
 
     Raises:
-        ValueError: a rollout without token ids.
+        ValueError: a rollout has no token ids or no log-probs.
     """
     numbers = {id(rollout): number for number, rollout in enumerate(rollouts)}
     samples: Counter[int] = Counter()
@@ -294,7 +294,7 @@ class TurnRoutes:
         rows_S[start : start + end - first] = torch.arange(first, end)
 
     def check_tokens(self, rows_BS: Tensor, tokens_BS: Tensor) -> None:
-        """Refuse samples whose tokens are not those of their rows.
+        """Refuse samples with other tokens than those of their rows.
 
         Args:
             tokens_BS: int64, on the host.

@@ -258,7 +258,7 @@ def test_other_weights_are_refused_where_the_routers_are_the_same(tmp_path, mode
     assert "model's shape and weights" in capsys.readouterr().out
     write_shard(tmp_path / "other", replace(info, policy_stamp="0" * 16), ROLLOUTS)
     error = refused(capsys, tmp_path / "other", "--model", model)
-    assert "sampled by other weights than model's, whose routers are the same: the shard's" in error
+    assert "sampled by other weights than model's, but by the same routers: the shard's" in error
     assert "stamp is 000" in error
 
 

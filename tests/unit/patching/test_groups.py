@@ -124,7 +124,9 @@ def test_a_package_takes_some_groups(grouped):
 
 def test_groups_that_cannot_be_asked_for(grouped):
     tree, patches = grouped.checkout, grouped.patches
-    with refused(tree, "--groups made-up: no such group; there are r3, guests, engine, rl, fixes"):
+    with refused(
+        tree, "--groups made-up: there is no such group; groups are r3, guests, engine, rl, fixes"
+    ):
         apply_series(tree, patches, groups=["made-up"])
     with refused(tree, "--groups: rl needs r3, engine: give these too"):
         apply_series(tree, patches, groups=["rl"])
