@@ -22,9 +22,10 @@ from megatron_r3.data.store import RolloutStore
 from tests.unit.collect.test_generate import PROMPTS as TINY_PROMPTS
 from tests.unit.collect.test_generate import command as sampled
 from tests.unit.collect.test_generate import save_model, write_prompts
+from tests.unit.collect.test_prompts import generate as plain
+from tests.unit.collect.test_server import SERVER_INFO, sglang
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-SERVER_INFO = {"version": "0.5.23", "served_model_name": "m", "model_path": "/m"}
 
 
 @pytest.fixture
@@ -197,8 +198,6 @@ def test_vllm_returns_masks_for_token_ids_alone(folder, capsys):
 
 def generate(body: dict[str, Any]) -> dict[str, Any]:
     """SGLang 0.5.23: masks where they are asked for."""
-    from tests.unit.collect.test_prompts import generate as plain
-
     response = plain(body)
     if body.get("return_sampling_mask"):
         sampled_ids = response["output_ids"]
@@ -207,12 +206,6 @@ def generate(body: dict[str, Any]) -> dict[str, Any]:
             "output_token_sampling_logprobs": [-0.25] * len(sampled_ids),
         }
     return response
-
-
-def sglang(server: Any, *more: str) -> int:
-    arguments = "--engine sglang --model config.json --prompts prompts.jsonl --out store --n 2"
-    arguments += " --reward rewards:length"
-    return main(["rollouts", "collect", *arguments.split(), "--url", server.url, *more])
 
 
 def test_sglang_is_asked_for_masks(folder):
@@ -227,8 +220,6 @@ def test_sglang_is_asked_for_masks(folder):
 
 
 def test_an_sglang_server_without_masks_is_refused(folder, capsys):
-    from tests.unit.collect.test_prompts import generate as plain
-
     with engine(answer=plain, pages={"/server_info": SERVER_INFO}) as server:
         assert sglang(server, "--top-k", "9", "--refused-retries", "0") == 1
         assert "the response has no sampling mask: SGLang 0.5.23" in capsys.readouterr().err

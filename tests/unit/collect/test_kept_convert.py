@@ -21,17 +21,6 @@ from tests.unit.data.store.test_extras import ALL, CUT
 
 DATA = Path(__file__).parents[2] / "data/sglang/sglang-0.5.23-qwen3moe-fp32"
 RECORDED = json.loads((DATA / "kept_and_versions.json").read_text())
-CONFIG = {
-    "model_type": "qwen3_moe", "num_hidden_layers": 4, "num_experts": 16,
-    "num_experts_per_tok": 4, "decoder_sparse_step": 1, "mlp_only_layers": [], "vocab_size": 512,
-}  # fmt: skip
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    return tmp_path
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -127,12 +126,8 @@ def generate(body: dict) -> dict:
     }
 
 
-def test_collecting_from_sglang(tmp_path, monkeypatch):
-    pytest.importorskip("megatron_r3.data.engines.sglang")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.delitem(sys.modules, "rewards", raising=False)
-    write_inputs(tmp_path, 3)
+def test_collecting_from_sglang(empty_folder):
+    write_inputs(empty_folder, 3)
     arguments = "--engine sglang --model config.json --prompts prompts.jsonl --out store --n 2"
     with engine(answer=generate, pages={"/get_server_info": {"version": "0.5.18"}}) as server:
         command = ["rollouts", "collect", *arguments.split(), "--url", server.url]

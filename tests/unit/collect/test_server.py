@@ -182,7 +182,7 @@ def test_a_server_that_does_not_confirm_gives_no_rollouts(folder, capsys):
     assert not (folder / "store").exists()
 
 
-def sglang(folder, server, *more):
+def sglang(server, *more):
     arguments = "--engine sglang --model config.json --prompts prompts.jsonl --out store --n 4"
     arguments += " --reward rewards:length --concurrency 1 --shard-size 4"
     return main(["rollouts", "collect", *arguments.split(), "--url", server.url, *more])
@@ -229,7 +229,7 @@ def of_weights(versions):
 def test_the_version_of_sglangs_weights(folder, capsys, versions, page, stored, message):
     pages = {"/server_info": SERVER_INFO, "/model_info": page}
     with engine(answer=of_weights(versions), pages=pages) as server:
-        assert sglang(folder, server) == (message is not None)
+        assert sglang(server) == (message is not None)
     error = capsys.readouterr().err.splitlines()
     if message is not None:
         assert error[-1].startswith("error: prompts.jsonl, line ")
@@ -248,7 +248,7 @@ def test_weights_that_sglang_takes_in_place_end_the_collection(folder, capsys, p
     new = {**pages, path: {"weight_version": "8"}}
     with engine(turned(lambda: found[0], 9, new), answer=generate, pages=pages) as server:
         found.append(server)
-        assert sglang(folder, server) == 1
+        assert sglang(server) == 1
     error = capsys.readouterr().err.splitlines()[-1]
     assert "its policy was '7' at the start and is '8'" in error
     store = RolloutStore([folder / "store"])
@@ -258,28 +258,28 @@ def test_weights_that_sglang_takes_in_place_end_the_collection(folder, capsys, p
 def test_weights_are_compared_on_resume_too(folder, capsys):
     pages = {"/server_info": SERVER_INFO}
     with engine(answer=of_weights(["7"] * 9 + ["8"]), pages=pages) as server:
-        assert sglang(folder, server) == 1
+        assert sglang(server) == 1
         capsys.readouterr()
-        assert sglang(folder, server) == 1
+        assert sglang(server) == 1
         error = capsys.readouterr().err.splitlines()[-1]
         assert "line 3, sample 0: the engine's weights were '7' and are '8' now" in error
         server.answer = generate  # a server that says nothing of its weights
-        assert sglang(folder, server) == 1
+        assert sglang(server) == 1
         error = capsys.readouterr().err.splitlines()[-1]
         assert "the engine does not say which weights sampled" in error
         server.answer, asked = of_weights(["8"]), server.asked.total()
         server.pages = {**pages, "/model_info": {"weight_version": "8"}}
-        assert sglang(folder, server) == 1
+        assert sglang(server) == 1
         assert server.asked.total() == asked
         error = capsys.readouterr().err.splitlines()[-1]
         assert "policy version 0 are of another policy: " in error
         assert "engine_policy" in error
         assert "give another --policy-version" in error
         server.answer = of_weights(["8"])
-        assert sglang(folder, server, "--policy-version", "1") == 0
+        assert sglang(server, "--policy-version", "1") == 0
         server.answer = of_weights(["7"])
         server.pages = pages
-        assert sglang(folder, server) == 0
+        assert sglang(server) == 0
     store = RolloutStore([folder / "store"], mixed_policies=True)
     versions, first = store.column("policy_version"), store.shards
     assert np.bincount(versions).tolist() == [24, 24]
@@ -290,6 +290,6 @@ def test_weights_that_are_first_told_after_a_shard_was_stored(folder, capsys):
     answers = [generate] * 9 + [of_weights(["7"])]
     pages = {"/server_info": SERVER_INFO}
     with engine(answer=lambda body: answers.pop(0)(body), pages=pages) as server:
-        assert sglang(folder, server) == 1
+        assert sglang(server) == 1
     error = capsys.readouterr().err.splitlines()[-1]
     assert "the engine's weights were without a version and are '7' now" in error

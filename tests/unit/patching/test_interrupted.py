@@ -97,20 +97,23 @@ def failing(real, after, error, times=10**6):
 
 @pytest.mark.parametrize("after", range(4))
 @pytest.mark.parametrize("move", [apply_series, revert_series])
-def test_a_rename_that_fails_brings_all_back(upstream, monkeypatch, move, after):
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rename_that_fails_brings_all_back(upstream, monkeypatch, move, after, kind):
+    tree, patches = upstream.checkout, upstream.patches
+    make_kind(upstream, kind)
     if move is revert_series:
-        apply_series(upstream.checkout, upstream.patches)
-    before = snapshot(upstream.checkout)
+        apply_series(tree, patches, **KINDS[kind])
+    before, recorded = snapshot(tree), record_path(tree).exists()
+    options = KINDS[kind] if move is apply_series else {}
     error = OSError(errno.EACCES, "Permission denied")
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", failing(os.replace, after, error, times=1))
         with pytest.raises(PatchingError) as told:
-            move(upstream.checkout, upstream.patches)
-    assert snapshot(upstream.checkout) == before
-    assert any(
-        f"cannot write {upstream.checkout / path}: Perm" in str(told.value) for path in FILES
-    )
-    move(upstream.checkout, upstream.patches)
+            move(tree, patches, **options)
+    assert (snapshot(tree), record_path(tree).exists()) == (before, recorded)
+    files = (*(tree / path for path in FILES), record_path(tree))
+    assert any(f"cannot write {file}: Perm" in str(told.value) for file in files)
+    move(tree, patches, **options)
 
 
 @pytest.mark.parametrize("most_bytes", [0, 100])

@@ -1,8 +1,5 @@
 """Trees between releases: taken by a word alone, recorded, reverted to the byte, else refused."""
 
-import errno
-import os
-
 import pytest
 from patching_upstream import (
     DISPATCHER,
@@ -23,7 +20,6 @@ from patching_upstream import (
 
 from megatron_r3.cli import main
 from megatron_r3.patching.apply import apply_series, revert_series
-from megatron_r3.patching.git import PatchingError
 from megatron_r3.patching.record import (
     CheckedOn,
     Record,
@@ -125,26 +121,6 @@ def test_a_release_is_taken_as_a_release(upstream):
     change = take(upstream.checkout, upstream)
     assert change.status.unreleased is None
     assert not record_path(upstream.checkout).exists()
-
-
-# -- killed, or not able to write
-
-
-def test_a_rename_that_fails_leaves_no_record(package, monkeypatch):
-    real, calls = os.replace, []
-
-    def failing(*args):
-        calls.append(args)
-        if len(calls) == 3:  # the record, a file, and then this one
-            raise OSError(errno.EACCES, "Permission denied")
-        real(*args)
-
-    before = snapshot(package.package)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", failing)
-        with pytest.raises(PatchingError, match="nothing was changed"):
-            take(package.package, package)
-    assert snapshot(package.package) == before
 
 
 def test_a_record_that_cannot_be_written(package):
