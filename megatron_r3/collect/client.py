@@ -131,7 +131,7 @@ class Client:
             raise NoAnswer(f"{self.url}{path}: {type(error).__name__}: {reason}") from error
 
     async def _exchange(self, method: str, path: str, body: Any, most_bytes: int) -> bytearray:
-        if self._http is None:  # made here, because a session belongs to the loop that runs
+        if self._http is None:  # made here, because a session belongs to the event loop that runs
             self._http = aiohttp.ClientSession(
                 headers=self._headers,
                 # Ignore the environment's proxy: an engine runs on this machine or near it.

@@ -1,6 +1,7 @@
 """What to collect: prompts, how to sample, which model, what rewards, and where the rollouts go.
 
-`convert` and `verify` use `Model` too: what a store needs to know of a transformers directory.
+`Model`, which is what a store needs to know of a transformers directory, is for `convert` and
+`verify` too.
 """
 
 from __future__ import annotations
@@ -215,7 +216,8 @@ class Plan:
             rollouts that wait for their shard to be full.
         refused_retries: how often a sample is asked for again after a response that cannot be used.
         all_or_nothing: store nothing until all rollouts are there, then store them as one shard.
-        whole_groups: store no group of which a sample was given up.
+        whole_groups: store no group of which a sample was given up. Parts of a group that is larger
+            than a shard may have been stored before.
         check: called with the rollouts and the header of a shard before the shard is stored; raises
             ValueError to keep the rollouts out of the store.
 

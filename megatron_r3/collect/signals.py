@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal came; `collect` stores the whole groups before it raises this error.
+    """A signal came. If `collect` was sampling, it has stored the groups that are whole.
 
     The base class is KeyboardInterrupt, so that no `except Exception` catches it.
 

@@ -36,7 +36,8 @@ class Shelf:
         shard_size: a shard is written as soon as the whole groups have this many rollouts.
         check: called with the rollouts of a shard before the shard is written. If it raises, the
             rollouts are dropped.
-        whole_groups: leave out a group of which a sample was given up.
+        whole_groups: leave out a group of which a sample was given up, but for parts of it that
+            were stored before, because the group is larger than a shard.
 
     Attributes:
         stored: how many rollouts were written.

@@ -76,7 +76,7 @@ class TargetRoutes:
             ids_LTK = torch.where(unused_T[:, None], spread_TK, ids_LTK)
             bad_LT &= ~unused_T
             unused_T = unused_T.to(device, non_blocking=True)
-        # `bad_LT.any()` is read on the host alone: on a device the read would be a wait
+        # `bad_LT.any()` is read on the host alone: on a device the read would wait for the device
         has_bad = bad_LT.device.type != "cpu" or bool(bad_LT.any())
         return cls(
             layers,

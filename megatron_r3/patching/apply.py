@@ -120,8 +120,8 @@ def revert_series(root: Path, patches: Path, *, line: str = "") -> Change:
 def _take(
     status: TreeStatus, versions: Versions, line: str, unreleased: bool, groups: Collection[str]
 ) -> tuple[TreeStatus, str]:
-    """The status, with its record, of a tree that versions.toml does not list or that gets some
-    groups; and text about the groups that are left out and other lines that fit.
+    """For a tree that versions.toml does not list, or that gets only some groups: its status by the
+    record that it will get, and text about groups that are left out and other lines that fit.
     """
     if status.unreleased and status.unknown:  # some files are patched already, others are unknown
         raise PatchingError(why_not(status, versions))

@@ -115,7 +115,7 @@ class Series:
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """The names of the groups that have patches here."""
+        """The names of the groups that have patches in this series."""
         return tuple(dict.fromkeys(patch.group for patch in self.patches))
 
     def place(self, change: FileChange) -> int:

@@ -38,8 +38,7 @@ class TreeStatus:
     """A directory compared with the known tree that it matches best.
 
     Attributes:
-        names: the names of the known trees that the directory matches equally well; the first is
-            that of `tree`.
+        names: the names of `tree` and of other known trees that the directory matches equally well.
         files: the files of the series as they were read.
         blobs: the chain of each file in `tree`; (None,) for a file that `tree` lacks.
         unreleased: what the record of the tree says, if `series` is made from it; else None.

@@ -22,7 +22,10 @@ from megatron_r3.patching.git import PatchingError, blob_id, names
 
 @dataclass(frozen=True)
 class FileOnDisk:
-    """The bytes and stat of a file; both are None without a file. Git's output has no `stat`."""
+    """The bytes and stat of a file; both are None without a file.
+
+    `stat` is also None for contents that git has made, and that are not in the tree.
+    """
 
     data: bytes | None
     stat: os.stat_result | None = None

@@ -82,8 +82,8 @@ def find_fits(
         wanted: the groups to apply, which must all fit; empty for r3 and every group that fits.
 
     Raises:
-        PatchingError: a file in question is a symlink, a folder or unreadable, or a series is
-            wrong.
+        PatchingError: there is no such `line`; or a file in question is a symlink, a folder or
+            unreadable; or a series is wrong.
     """
     fits = []
     for candidate in [versions.line(line)] if line else versions.lines:

@@ -105,7 +105,9 @@ class LoopOptions:
 
 
 def refuse_in_loop(args: Any) -> None:
-    """Refuse what would not replay in Megatron's RL loop; else have the loop's engine record.
+    """Refuse options with which replay in Megatron's RL loop fails or was not tested.
+
+    If nothing is refused, `args` is changed so that the loop's engine records its routes.
 
     Args:
         args: Megatron's arguments, with --perform-rl-step and --moe-router-replay.
