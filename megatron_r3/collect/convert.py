@@ -158,8 +158,8 @@ class _Reader:
         self.sampling = SamplingSettings()
         self.defaults = recording.model.sampling_defaults
         self.left_out: set[str] = set()
-        self._model: Any = None  # the model that the request of `_first_line` names
         self._first_line = ""  # the line that `sampling` comes from; empty before that line
+        self._first: dict[str, Any] = {}  # the settings and the model of that line
         self._samples: Counter[int] = Counter()  # how many each group has so far
         # for each group the digest of its prompt, its max_tokens, and the name of its first line
         self._prompt_of: dict[int, tuple[int, int | None, str]] = {}
@@ -210,20 +210,15 @@ class _Reader:
 
         Servers name LoRA adapters as models, so another name may stand for other weights.
         """
+        given = {**vars(settings), "model": model}
         if not self._first_line:
-            self.sampling, self._first_line, self._model = settings, where, model
-        if model != self._model:
-            raise EngineError(
-                f"{where}: the request names the model {quoted(model)}, and {self._first_line} "
-                f"names {quoted(self._model)}: convert such lines into a store of their own"
-            )
-        for name, first in vars(self.sampling).items():
-            given = getattr(settings, name)
-            if given != first:
+            self.sampling, self._first_line, self._first = settings, where, given
+        for name, first in self._first.items():
+            if given[name] != first:
                 raise EngineError(
-                    f"{where}: {name} is {_or_not_given(given)} here and {_or_not_given(first)} in "
-                    f"{self._first_line}: a store has one value of each setting; convert such "
-                    "lines into a store of their own"
+                    f"{where}: {name} is {_or_not_given(given[name])} here and "
+                    f"{_or_not_given(first)} in {self._first_line}: a store has one model and one "
+                    "value of each setting; convert such lines into a store of their own"
                 )
 
     def _rollouts(
@@ -333,7 +328,7 @@ class _Reader:
         return checked_reward(values[index], f"{where}, choice {index}: `reward` is")
 
 
-def _or_not_given(value: float | str | None) -> str:
+def _or_not_given(value: Any) -> str:
     if value is None:
         return "not given"
-    return value if isinstance(value, str) else f"{value:g}"
+    return f"{value:g}" if isinstance(value, (int, float)) else quoted(value)

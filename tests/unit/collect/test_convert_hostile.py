@@ -112,11 +112,15 @@ def test_settings_that_cannot_be(request_, message):
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("temperature", 0.5, "temperature is 0.5 here and 1 in raw.jsonl, line 1: a store has one"),
+        (
+            "temperature",
+            0.5,
+            "temperature is 0.5 here and 1 in raw.jsonl, line 1: a store has one model",
+        ),
         ("temperature", None, "temperature is not given here and 1 in raw.jsonl, line 1"),
         ("top_p", 0.9, "top_p is 0.9 here and not given in raw.jsonl, line 1"),
         ("top_k", 20, "top_k is 20 here and not given in"),
-        ("model", None, "the request names the model None, and raw.jsonl, line 1 names 'qwen3"),
+        ("model", None, "model is not given here and 'qwen3"),
     ],
 )
 def test_lines_that_were_sampled_in_another_way(folder, capsys, field, value, message):

@@ -83,7 +83,7 @@ def test_responses_with_and_without_masks_are_not_one_store(folder, capsys):
     bare = of_version("4")
     del bare["response"]["meta_info"]["output_token_sampling_mask"]
     assert convert([{**RECORDED, "reward": 1.0}, bare]) == 1
-    assert "logprobs_of is not given here and processed in r.jsonl, line 1" in error_of(capsys)
+    assert "logprobs_of is not given here and 'processed' in r.jsonl, line 1" in error_of(capsys)
 
 
 # -- tables
