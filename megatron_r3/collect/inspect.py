@@ -56,7 +56,7 @@ def inspect_store(directory: Path) -> dict[str, Any]:
 
 
 def store_warnings(numbers: dict[str, Any]) -> list[str]:
-    """Warnings about rollouts that training would refuse; empty if there are none.
+    """A warning about rollouts with impossible log-probs, which training refuses; else empty.
 
     Args:
         numbers: from `inspect_store`.

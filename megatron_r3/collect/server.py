@@ -1,7 +1,8 @@
 """A vLLM, SGLang or Megatron server as an engine: asked for samples, and watched for changes.
 
 Between two responses a server may be restarted, get new weights or serve another model. So each
-response is used only after the server has named the version, model and weights of the start again.
+response is used only after the server has named the version, model and weights of the start again,
+as far as the server has pages that name them.
 
 Shape suffixes (docs/glossary.md): K, L, T.
 """

@@ -71,7 +71,7 @@ class Versions:
         """The release line of this name.
 
         Raises:
-            PatchingError: no line has this name; the message lists all lines.
+            PatchingError: no line has this name; the message lists known lines.
         """
         for line in self.lines:
             if line.name == name:
