@@ -79,11 +79,6 @@ class Stream(_Done):
         event.record(self)
         return event
 
-    @staticmethod
-    def priority_range() -> tuple[int, int]:
-        """The lowest and the highest priority: both are 0, because streams have none."""
-        return (0, 0)
-
 
 class Device(contextlib.nullcontext):
     """`with torch.cuda.device(0)`: there is one device."""
@@ -153,7 +148,7 @@ TABLE: dict[str, Any] = {
     "get_device_properties": lambda device=None: Properties(),
     "get_device_name": _is(Properties.name),
     "is_current_stream_capturing": _is(False),
-    **_each(None, "set_device", "synchronize", "set_stream", "check_error"),
+    **_each(None, "set_device", "synchronize", "set_stream"),
     **_each(_STREAM, "current_stream", "default_stream"),
     "stream": lambda stream: contextlib.nullcontext(),
     "device": Device,

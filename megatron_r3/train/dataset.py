@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_r3.data.store.index import Index
 from megatron_r3.data.store.reader import RolloutStore
 from megatron_r3.data.store.schema import StoreError
 from megatron_r3.replay.rows import PADDING
@@ -50,12 +51,20 @@ class RolloutDataset(torch.utils.data.Dataset):
     ) -> None:
         self.store, self.use = store, use
         self.num_samples = max(num_samples or 0, use.start + len(store))
-        self.reward = store.column("reward")
-        self.version = store.column("policy_version")
-        self.newest = store.newest_versions()
-        groups = store.groups()
-        self.advantage = self._advantages(groups)
+        if use.advantages == STORED:
+            store.column("advantage")  # refuses a rollout without an advantage
+        self._take(store.index)
+
+    def _take(self, index: Index) -> None:
+        """Take what each rollout has once, and compute advantages, from the shards of an index."""
+        columns, groups = index.columns, index.groups()
+        self.reward, self.version = columns["reward"], columns["policy_version"]
+        self.newest = columns["newest_version"]
         self.uniform = group_spread(self.reward, groups) == 0
+        if self.use.advantages == STORED:
+            self.advantage = columns["advantage"]
+        else:
+            self.advantage = ADVANTAGES[self.use.advantages](self.reward, groups)
 
     def __len__(self) -> int:
         return self.num_samples
@@ -113,11 +122,6 @@ class RolloutDataset(torch.utils.data.Dataset):
                 f"{wanted}: lower --global-batch-size or --rollouts-mini-steps; to use "
                 "rollouts several times, give --rollouts-epochs"
             )
-
-    def _advantages(self, groups: np.ndarray) -> np.ndarray:
-        if self.use.advantages == STORED:
-            return self.store.column("advantage")
-        return ADVANTAGES[self.use.advantages](self.reward, groups)
 
     def _sample(self, rollouts: list[int], lengths: list[int], sample: int) -> dict[str, Tensor]:
         """The fields of one sample: these rollouts one after the other, padded to `lengths`.
@@ -198,13 +202,10 @@ class FollowedRollouts(RolloutDataset):
     """
 
     def __init__(self, store: RolloutStore, use: UseOfRollouts, num_samples: int) -> None:
-        super().__init__(store, use, num_samples)
-        self.num_samples = num_samples
-        self.reward = self.advantage = np.zeros(0, np.float32)
-        self.version = self.newest = np.zeros(0, np.int64)
-        self.uniform = np.zeros(0, bool)
         self._num_shards = 0
         self._groups: set[tuple[int, int]] = set()
+        super().__init__(store, use, num_samples)
+        self.num_samples = num_samples
         self._take_new()
 
     def of_store(self, sample: int) -> dict[str, Tensor]:
@@ -220,7 +221,7 @@ class FollowedRollouts(RolloutDataset):
         last = sample if self.use.replay_max_lag is None else self._end_of_collection(sample) - 1
         self.store.wait_for(last)
         self._take_new()
-        return self._sample([sample], [self.use.seq_length], sample)
+        return super().of_store(sample)
 
     def rollouts_of(self, samples: range) -> list[int]:
         """Wait for the rollouts of these samples, and return their indices: the samples' numbers.
@@ -239,8 +240,11 @@ class FollowedRollouts(RolloutDataset):
         return schedule.of_collection(schedule.collection_of(sample)).stop
 
     def _take_new(self) -> None:
-        for shard in self.store.shards[self._num_shards :]:
-            versions, groups = shard.tensors["policy_version"], shard.tensors["group"]
+        index = self.store.index  # another thread may replace it
+        if len(index) == self._num_shards:
+            return
+        for shard in index[self._num_shards :]:
+            versions, groups = (shard.tensors[name] for name in ("policy_version", "group"))
             keys = {*zip(versions.tolist(), groups.tolist(), strict=True)}
             if again := sorted(keys & self._groups):
                 version, group = again[0]
@@ -248,21 +252,9 @@ class FollowedRollouts(RolloutDataset):
                     f"{shard.path}: group {group} of policy version {version} began in an earlier "
                     "shard: with --rollouts-follow, write each group whole into one shard"
                 )
-            # one group number under two policy versions is two groups: number the pairs 0, 1, ...
-            number = np.unique(np.stack([versions, groups], 1), axis=0, return_inverse=True)[1]
-            reward = shard.tensors["reward"]
-            number = number.reshape(-1)
-            if self.use.advantages == STORED:
-                advantage = shard.advantages_M()
-            else:
-                advantage = ADVANTAGES[self.use.advantages](reward, number)
-            self.uniform = np.append(self.uniform, group_spread(reward, number) == 0)
-            self.reward = np.append(self.reward, reward)
-            self.version = np.append(self.version, versions)
-            self.newest = np.append(self.newest, shard.newest_version_M)
-            self.advantage = np.append(self.advantage, advantage)
             self._groups |= keys
             self._num_shards += 1
+        self._take(index)
 
 
 class PackedRollouts(RolloutDataset):

@@ -127,19 +127,16 @@ class Preparer:
                 records the routes of the old policy: tokens that would take these then route live.
         """
         live_T = source_T != _ROLLOUT
-        if collection is not None and self.old is not None and (source_T == _OLD_POLICY).any():
+        old_T = source_T == _OLD_POLICY
+        if collection is not None and self.old is not None and old_T.any():
+            assert self.routes is not None
             self.old.wait_for(collection)
-            self._take_old(routes, (source_T == _OLD_POLICY) & ~routes.padding_T)
+            here_T = old_T & ~routes.padding_T
+            for index, layer in enumerate(self.routes.layer_numbers):
+                routes.ids_LTK[index, here_T] = self.old.routes(layer, routes.rows_T[here_T])
+            routes.live_T[here_T] = False
             live_T = source_T == _LIVE
         routes.live_T[live_T & ~routes.padding_T] = True
-
-    def _take_old(self, routes: HostRoutes, here_T: np.ndarray) -> None:
-        """Replace the rollouts' routes of the tokens `here_T` by the old policy's routes."""
-        assert self.old is not None
-        assert self.routes is not None
-        for index, layer in enumerate(self.routes.layer_numbers):
-            routes.ids_LTK[index, here_T] = self.old.routes(layer, routes.rows_T[here_T])
-        routes.live_T[here_T] = False
 
 
 _alive: WeakSet[Lookahead] = WeakSet()

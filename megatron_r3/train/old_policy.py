@@ -18,7 +18,7 @@ import json
 import re
 import shutil
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import CancelledError
 from pathlib import Path
 
@@ -155,9 +155,17 @@ class OldPolicy:
             StoreError: a file is missing or damaged, or was written for other options or rollouts.
         """
         self.begin(collection)
-        files = sorted(folder.glob("rank-*.safetensors"))
-        of_files = (_tensors_of(file, about, number) for file in files)
-        logprobs, routes = _tables_of(of_files, rows, layers)
+        logprobs: list[_Table] = []
+        routes: dict[int, list[_Table]] = {layer: [] for layer in layers}
+        for file in sorted(folder.glob("rank-*.safetensors")):
+            tensors = _tensors_of(file, about, number)
+            if tensors is None:
+                continue
+            logprobs.append(_Table(tensors["logprob_rows"], tensors["logprobs"]).only(rows))
+            for layer in layers:
+                if (name := f"route_rows.{layer}") in tensors:
+                    table = _Table(tensors[name], tensors[f"routes.{layer}"])
+                    routes[layer].append(table.only(rows))
         if not logprobs:
             raise StoreError(
                 f"{folder}: has no record of the old policy that belongs to the checkpoint. The "
@@ -219,27 +227,6 @@ class _Table:
             assert not wrong.any(), f"no {what} of row {flat[wrong][:1]}"
             result[real] = self.values[place[real]]
         return result.reshape(*rows.shape, *self.values.shape[1:])
-
-
-def _tables_of(
-    of_files: Iterable[dict[str, np.ndarray] | None], rows: np.ndarray, layers: Sequence[int]
-) -> tuple[list[_Table], dict[int, list[_Table]]]:
-    """For some rows the log-probs in each file, and for each layer the routes in each file.
-
-    Args:
-        of_files: the tensors of each file; a file that is None is left out.
-    """
-    logprobs: list[_Table] = []
-    routes: dict[int, list[_Table]] = {layer: [] for layer in layers}
-    for tensors in of_files:
-        if tensors is None:
-            continue
-        logprobs.append(_Table(tensors["logprob_rows"], tensors["logprobs"]).only(rows))
-        for layer in layers:
-            if (name := f"route_rows.{layer}") in tensors:
-                table = _Table(tensors[name], tensors[f"routes.{layer}"])
-                routes[layer].append(table.only(rows))
-    return logprobs, routes
 
 
 def _tensors_of(file: Path, about: dict[str, str], number: str) -> dict[str, np.ndarray] | None:

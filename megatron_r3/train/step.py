@@ -55,7 +55,6 @@ class Parts:
     planner: type[Planner] = Planner
     guard: type[StepGuard] = StepGuard
     metrics: type[StepMetrics] = StepMetrics
-    old_pass: type[OldPass] = OldPass
 
 
 class StepHook(Protocol):
@@ -123,9 +122,7 @@ class RolloutStep:
         self._guard = self._parts.guard(store, options.scaled_loss)
         self.metrics = self._parts.metrics(options.num_layers, options.log_file)
         self._layout = RankLayout(options.sequence_parallel)
-        self.old_pass = None
-        if options.needs_old_pass:
-            self.old_pass = self._parts.old_pass(options, store, ledger)
+        self.old_pass = OldPass(options, store, ledger) if options.needs_old_pass else None
         self._witness = None
         if options.verify_dispatch:
             old = None if self.old_pass is None else self.old_pass.policy

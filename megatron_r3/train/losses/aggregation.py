@@ -49,22 +49,17 @@ def average(
         losses_BS: with gradient.
         counted: the terms of the micro-batch, whose mask is 1 on the tokens that count, else 0.
         fixed_length: a number of tokens; needed by fixed-length, not read otherwise.
-
-    Raises:
-        ValueError: the aggregation is unknown, or it is fixed-length and `fixed_length` is None.
     """
     mask_BS = counted.mask_BS
     if aggregation == "token-mean":
         total = (losses_BS * mask_BS).sum()
         return Average(total, mask_BS.sum(), lambda: counted.lengths_M.sum())
-    if aggregation not in AGGREGATIONS:
-        raise ValueError(f"aggregation {aggregation!r}: expected one of {', '.join(AGGREGATIONS)}")
     num_rollouts = (counted.lengths_M > 0).sum().to(losses_BS.dtype)
     if aggregation == "sequence-mean":
         mask_BS = mask_BS / counted.sequences.each(counted.lengths_M.clamp(min=1))
     else:
-        if fixed_length is None:
-            raise ValueError("aggregation fixed-length: expected a number of tokens, not None")
+        assert aggregation == "fixed-length", f"unknown aggregation {aggregation}"
+        assert fixed_length is not None
         mask_BS = mask_BS / fixed_length
     # The first rank of the group counts the rollouts for all of them.
     group = counted.sequences.cp_group

@@ -91,13 +91,7 @@ CORRECTIONS: dict[str, Callable[[LossTerms, Tensor, CorrectionOptions], Correcte
 
 
 def correct(terms: LossTerms, options: CorrectionOptions) -> Corrected:
-    """The weight and the mask of each token of one micro-batch.
-
-    Raises:
-        ValueError: the level is unknown.
-    """
-    if options.level not in LEVELS:
-        raise ValueError(f"correction level {options.level!r}: expected one of {', '.join(LEVELS)}")
+    """The weight and the mask of each token of one micro-batch."""
     with torch.no_grad():
         log_weight_BS = terms.log_weight_BS
         if options.level == "sequence":

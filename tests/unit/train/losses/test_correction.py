@@ -53,15 +53,6 @@ def test_by_hand(name: str, level: str, weights: list[float | None], kept: list[
     assert got.mask_BS[0].tolist() == kept
 
 
-def test_a_name_that_nobody_knows_is_refused() -> None:
-    with pytest.raises(ValueError, match="level 'rollout': expected one of token, sequence"):
-        correct(TERMS, CorrectionOptions("tis", "rollout"))
-    with pytest.raises(ValueError, match="'sequence_mean': expected one of token-mean, sequence-m"):
-        update_of(TERMS, LossOptions(aggregation="sequence_mean"))
-    with pytest.raises(ValueError, match="fixed-length: expected a number of tokens, not None"):
-        update_of(TERMS, LossOptions(aggregation="fixed-length"))
-
-
 def test_bounds_belong_to_the_range() -> None:
     terms = terms_of([1.0, 1.0], [1, 1], [0, 0])
     for low, high in ((1.0, 2.0), (0.5, 1.0)):

@@ -65,31 +65,18 @@ def test_without_a_lower_bound_cispo_keeps_the_smallest_weight() -> None:
     assert (shares["clip_low"], shares["clip_high"]) == (0, 1)
 
 
-def test_clipped_tokens_are_those_without_a_gradient() -> None:
+@pytest.mark.parametrize(("loss", "low", "high"), [("grpo", 1, 1), ("cispo", 2, 3)])
+def test_which_tokens_count_as_clipped(loss: str, low: int, high: int) -> None:
+    """For grpo those without a gradient, for cispo every clipped weight."""
     ratios = [1.5, 1.5, 0.5, 0.5, 1.0, 1.5]
     terms = terms_of([math.log(r) for r in ratios], [1.0, -1.0, 1.0, -1.0, 1.0, 0.0])
     clip = Clip(0.2, 0.28)
-    shares = clipped_sums(LOSSES["grpo"](terms, clip), terms, clip)
-    assert {n: s.item() for n, s in shares.items()} == {
-        "clip_low": 1,
-        "clip_high": 1,
-        "clippable": 6,
-    }
+    shares = clipped_sums(LOSSES[loss](terms, clip), terms, clip)
+    found = {name: share.item() for name, share in shares.items()}
+    assert found == {"clip_low": low, "clip_high": high, "clippable": 6}
     terms.mask_BS[0, 0] = 0.0
-    shares = clipped_sums(LOSSES["grpo"](terms, clip), terms, clip)
-    assert (shares["clip_high"], shares["clippable"]) == (0, 5)
-
-
-def test_clipped_weights_of_cispo_count_for_every_advantage() -> None:
-    ratios = [1.5, 1.5, 0.5, 0.5, 1.0, 1.5]
-    terms = terms_of([math.log(r) for r in ratios], [1.0, -1.0, 1.0, -1.0, 1.0, 0.0])
-    clip = Clip(0.2, 0.28)
-    shares = clipped_sums(LOSSES["cispo"](terms, clip), terms, clip)
-    assert {n: s.item() for n, s in shares.items()} == {
-        "clip_low": 2,
-        "clip_high": 3,
-        "clippable": 6,
-    }
+    shares = clipped_sums(LOSSES[loss](terms, clip), terms, clip)
+    assert (shares["clip_high"], shares["clippable"]) == (high - 1, 5)
 
 
 def test_a_loss_that_does_not_tell_what_it_clips_has_no_clip_fractions() -> None:
