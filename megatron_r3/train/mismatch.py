@@ -205,8 +205,6 @@ class StepAlarms:
 
         An alarm means that most tokens differ, or that some differ far more than others.
         """
-        if not tables.layers:
-            return 0, []
         alarms = table_alarms(tables, model="the trainer")
         new = [alarm for alarm in alarms if alarm.cause not in self._before]
         self._before = {alarm.cause for alarm in alarms}

@@ -20,14 +20,11 @@ from megatron_r3.train.refuse import refuse
 def told_by_first(look: Callable[[], Any]) -> Any:
     """Call `look` on the first rank, and return its result on all ranks.
 
+    If `look` raises a ValueError, all ranks end.
+
     Args:
         look: looks at a store; its result can be pickled.
-
-    Raises:
-        ValueError: `look` raised it and there is one rank; with several ranks, all of them end.
     """
-    if torch.distributed.get_world_size() == 1:
-        return look()
     found: list[Any] = [None, None]
     if torch.distributed.get_rank() == 0:
         try:

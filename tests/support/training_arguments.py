@@ -52,9 +52,14 @@ TOKENS: dict[str, object] = {"calculate_per_token_loss": True}
 MXFP8 = "reuse_grad_buf_for_mxfp8_param_ag"
 
 
-def update_options_of(**changes: object) -> RolloutOptions:
+def options_of(**changes: object) -> RolloutOptions:
     """The options that these arguments give, with some of them changed."""
+    return RolloutOptions.from_args(SimpleNamespace(**{**ARGUMENTS, **changes}))
+
+
+def update_options_of(**changes: object) -> RolloutOptions:
+    """As `options_of`; a change must be of an argument that the policy update reads."""
     known = {*ARGUMENTS, "rampup_batch_size", "decrease_batch_size_if_needed", MXFP8}
     known |= {"fp8_param_gather", "moe_input_jitter_eps", "qk_clip"}
     assert changes.keys() <= known
-    return RolloutOptions.from_args(SimpleNamespace(**{**ARGUMENTS, **changes}))
+    return options_of(**changes)

@@ -14,20 +14,18 @@ from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from stored import make_rollout
-from training_arguments import ARGUMENTS, MODEL
+from training_arguments import MODEL, options_of
 
 from megatron_r3.data.store import RolloutStore, StoreInfo, write_shard
 from megatron_r3.train import announce, refuse
 from megatron_r3.train.one_look import Place
 from megatron_r3.train.open_store import open_store
-from megatron_r3.train.options import RolloutOptions
 from proof.fidelity.rig.rank_process import RankError, RankProcess
 
 ENDS_S = 60.0  # how long an answer may take on a busy machine
@@ -101,9 +99,8 @@ def follow(count: int, folder: Path, follow_s: float, commands: Connection, rank
         seen["listdir"] += str(path) == str(folder)
         return listed(path)
 
-    arguments = {**ARGUMENTS, **MODEL, "rollouts": [str(folder)], "moe_router_replay": False}
-    arguments |= {"rollouts_follow": follow_s}
-    options = RolloutOptions.from_args(SimpleNamespace(**arguments))
+    arguments = {**MODEL, "rollouts": [str(folder)], "rollouts_follow": follow_s}
+    options = options_of(**arguments, moe_router_replay=False)
     os.open, os.listdir = count_open, count_listdir
     store = open_store(options, Place(rank, count, 0, 1, 1))
     follower = Follower(store)
@@ -395,7 +392,3 @@ def test_all_ranks_have_something_to_read() -> None:
     shares = [[*found.values()].count((data, peer)) for data in range(16) for peer in range(4)]
     assert min(shares) > 0
     assert max(shares) <= 2 * 400 / 64 + 2
-
-
-def test_a_store_without_shards_is_read_by_nobody() -> None:
-    assert readers(np.array([0]), 3, 2, 1) == {}

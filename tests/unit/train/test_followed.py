@@ -9,17 +9,15 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from stored import INFO, make_rollout
-from training_arguments import ARGUMENTS, MODEL
+from training_arguments import MODEL, options_of
 
 from megatron_r3.data.store import Rollout, RolloutStore, StoreError, open_stores, write_shard
 from megatron_r3.train.dataset import FollowedRollouts, RolloutDataset
 from megatron_r3.train.open_store import open_store
-from megatron_r3.train.options import RolloutOptions
 from megatron_r3.train.schedule import SOURCES, Schedule, UseOfRollouts
 
 UNSTAMPED = replace(INFO, router_fingerprint=())
@@ -42,15 +40,8 @@ def shard_of(
 
 def followed(folder: Path, follow_s: float = 0, **changes: object) -> FollowedRollouts:
     """The training's samples of a store that grows, every shard checked as a training checks it."""
-    arguments = {
-        **ARGUMENTS,
-        **MODEL,
-        "rollouts": [str(folder)],
-        "rollouts_follow": follow_s,
-        "moe_router_replay": False,
-        **changes,
-    }
-    options = RolloutOptions.from_args(SimpleNamespace(**arguments))
+    arguments = {**MODEL, "rollouts": [str(folder)], "rollouts_follow": follow_s, **changes}
+    options = options_of(**arguments, moe_router_replay=False)
     return FollowedRollouts(open_store(options), options.use, 100)
 
 
@@ -79,9 +70,9 @@ def test_a_shard_that_comes_without_advantages_is_refused_by_name(tmp_path: Path
 def test_a_store_without_advantages_is_refused_before_training_begins(tmp_path: Path) -> None:
     write_shard(tmp_path, UNSTAMPED, shard_of(0))
     for follow in ({}, {"rollouts_follow": 0.0}):
-        arguments = {**ARGUMENTS, **MODEL, "rollouts": [str(tmp_path)], **follow}
-        open_store(RolloutOptions.from_args(SimpleNamespace(**arguments)))  # control
-        options = RolloutOptions.from_args(SimpleNamespace(**{**arguments, **STORED}))
+        arguments = {**MODEL, "rollouts": [str(tmp_path)], **follow}
+        open_store(options_of(**arguments))  # control
+        options = options_of(**arguments, **STORED)
         with pytest.raises(ValueError, match=r"shard-00000\.safetensors: rollout 0 has no advant"):
             open_store(options)
 
@@ -164,11 +155,8 @@ def test_a_damaged_part_is_refused_by_whoever_reads_it(tmp_path, change):
     data = bytearray(path.read_bytes())
     data[entry.begin + 4 * 100] ^= 1  # of row 100 in the first layer
     path.write_bytes(data)
-    arguments = {**ARGUMENTS, **MODEL, "rollouts": [str(tmp_path / "s")]}
-    options = RolloutOptions.from_args(
-        SimpleNamespace(**{**arguments, "seq_length": 256, **change})
-    )
-    store = open_store(options)
+    arguments = {**MODEL, "rollouts": [str(tmp_path / "s")], "seq_length": 256}
+    store = open_store(options_of(**arguments, **change))
     store.routes(np.arange(64), [0, 1])  # control: the damage is in other rows
     message = "rollout 0: checksum of the routes of MoE layer 0 differs in rows 64 to 127"
     with pytest.raises(StoreError, match=message):

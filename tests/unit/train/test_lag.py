@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from stored import INFO, make_rollout
-from training_arguments import ARGUMENTS, MODEL
+from training_arguments import MODEL, options_of
 
 from megatron_r3.collect.verify_store import verify_store
 from megatron_r3.data.fingerprint import policy_stamp, router_digest
@@ -25,7 +25,6 @@ from megatron_r3.train.dataset import PackedRollouts, RolloutDataset
 from megatron_r3.train.losses.loss import LossOptions, update_of
 from megatron_r3.train.losses.terms import LossTerms, Sequences
 from megatron_r3.train.open_store import open_store, warnings
-from megatron_r3.train.options import RolloutOptions
 from megatron_r3.train.policy_check import PolicyCheck
 from megatron_r3.train.schedule import SOURCES, Schedule, UseOfRollouts
 from megatron_r3.train.update_metrics import UpdateMetrics
@@ -104,9 +103,7 @@ def test_what_comes_after_a_collection_makes_none_of_it_stale(tmp_path: Path) ->
 
 
 def checked(store: RolloutStore, max_lag: int | None, rollouts: list[int]) -> None:
-    options = RolloutOptions.from_args(
-        SimpleNamespace(**{**ARGUMENTS, "rollouts_max_lag": max_lag})
-    )
+    options = options_of(rollouts_max_lag=max_lag)
     ledger = SimpleNamespace(used=lambda: 0)
     PolicyCheck(options, store, ledger, {}).check(rollouts)  # type: ignore[arg-type]
 
@@ -130,8 +127,7 @@ def test_a_rollout_that_is_too_old_is_named_with_its_token_and_versions(tmp_path
 
 
 def opened(folder: Path, **changes: object) -> RolloutStore:
-    arguments = {**ARGUMENTS, **MODEL, "rollouts": [str(folder)], **changes}
-    return open_store(RolloutOptions.from_args(SimpleNamespace(**arguments)))
+    return open_store(options_of(**{**MODEL, "rollouts": [str(folder)], **changes}))
 
 
 @pytest.mark.parametrize(
@@ -238,7 +234,7 @@ def test_only_versions_that_a_training_has_come_by_are_its_own(tmp_path: Path) -
     stamp = (router_digest(torch.full((16, 8), 1.0)),) * len(INFO.moe_layers)
     store = written(tmp_path / "s", [sampled_by(4)], info=replace(INFO, router_fingerprint=stamp))
     more = {**arguments, "rollouts_publish_interval": 2, "train_iters": 20}
-    options = RolloutOptions.from_args(SimpleNamespace(**{**ARGUMENTS, **MODEL, **more}))
+    options = options_of(**MODEL, **more)
     for iteration, is_own in ((0, False), (7, False), (8, True), (20, True)):
         ledger = SimpleNamespace(progress=SimpleNamespace(iteration=iteration))
         check = PolicyCheck(options, store, ledger, {})  # type: ignore[arg-type]
@@ -286,13 +282,12 @@ def test_rewards_from_which_nothing_is_learned_are_said(tmp_path, rewards, advan
     pairs = enumerate(rewards)
     rollouts = [replace(sampled_by(3, sample=i), reward=r, advantage=0.0) for i, r in pairs]
     store = written(tmp_path, rollouts, info=INFO)
-    arguments = {**ARGUMENTS, **MODEL, "rollouts_advantages": advantages}
-    lines = warnings(RolloutOptions.from_args(SimpleNamespace(**arguments)), store)
+    lines = warnings(options_of(**MODEL, rollouts_advantages=advantages), store)
     assert any("every advantage is 0" in line for line in lines) is is_said
 
 
 def test_settings_that_the_store_does_not_know_are_said(tmp_path: Path) -> None:
-    options = RolloutOptions.from_args(SimpleNamespace(**{**ARGUMENTS, **MODEL}))
+    options = options_of(**MODEL)
     rollouts = [sampled_by(3, sample=i) for i in range(2)]
     unsaid = replace(INFO, sampling=SamplingSettings(temperature=1.0, top_p=1.0))
     said = replace(INFO, sampling=SamplingSettings(1.0, 1.0, 0, 0.0))

@@ -84,4 +84,3 @@ def test_what_is_logged() -> None:
     assert scalars["router mismatch/lag 4 or more"] == 0.3
     assert "router mismatch/prompt" not in scalars_of(step(prompts=Share(0.0, 0)))
     assert scalars_of(Tables()) == {}
-    assert StepAlarms().look(Tables()) == (0, [])

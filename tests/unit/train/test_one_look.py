@@ -8,20 +8,18 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from stored import INFO, files_open, make_rollout
-from training_arguments import ARGUMENTS, MODEL
+from training_arguments import MODEL, options_of
 
 from megatron_r3.data.store import RolloutStore, StoreError, write_shard
 from megatron_r3.train import refuse
 from megatron_r3.train.one_look import Place
 from megatron_r3.train.open_store import open_store
-from megatron_r3.train.options import RolloutOptions
 from proof.fidelity.rig.rank_process import RankError, RankProcess
 
 SHARDS = 6
@@ -47,8 +45,7 @@ def open_and_read(
         seen[name] += 1
         return real(*given, **named)
 
-    arguments = {**ARGUMENTS, **MODEL, "rollouts": [str(folder)], "moe_router_replay": False}
-    options = RolloutOptions.from_args(SimpleNamespace(**arguments))
+    options = options_of(**MODEL, rollouts=[str(folder)], moe_router_replay=False)
     os.open, os.listdir = count_open, partial(count, "listdir", listed)
     os.stat, os.fstat = partial(count, "stat", stat), partial(count, "fstat", fstat)
     store = open_store(options, Place(rank, data_size, 0, 1, 1))

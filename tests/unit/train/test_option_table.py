@@ -91,6 +91,13 @@ def test_a_number_below_the_least_is_refused() -> None:
             option.refuse(SimpleNamespace(**{**ARGUMENTS, option.name: given}), look)
 
 
+@pytest.mark.parametrize("option", [o for o in OPTIONS if o.choices], ids=lambda o: o.name)
+def test_a_value_that_is_no_choice_is_refused(option: Option) -> None:
+    given = SimpleNamespace(**{**ARGUMENTS, option.name: "made-up"})
+    with pytest.raises(ValueError, match=f"{flag(option.name)} made-up: it must be one of "):
+        option.refuse(given, look)
+
+
 def test_a_made_up_row_is_an_option_and_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     row = Option("rollouts_made_up", "do [it](a.md)", metavar="N", kind=int, least=1)
     monkeypatch.setattr(option_table, "OPTIONS", (*OPTIONS, row))
