@@ -1,9 +1,9 @@
 """CUDA devices on CPU tensors: a torch call that names a CUDA device runs on the CPU.
 
 A torch function mode rewrites `device="cuda:0"`, `device=0`, `.to(0)`, `.cuda()`, `.is_cuda` and
-`.type()`: torch.empty(2, device="cuda") makes a CPU tensor whose `is_cuda` is True. A mode covers
-one thread, and torch.autograd leaves the mode, so the mode is entered again in new threads and
-around autograd's engine. The functions of `torch.cuda` are in `cuda_table`.
+`.type()`: torch.empty(2, device="cuda") makes a CPU tensor with an `is_cuda` that is True. A mode
+covers one thread, and torch.autograd leaves the mode, so the mode is entered again in new threads
+and around autograd's engine. The functions of `torch.cuda` are in `cuda_table`.
 """
 
 from __future__ import annotations

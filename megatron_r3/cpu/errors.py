@@ -21,7 +21,7 @@ class NotEmulated(RuntimeError):
 def is_users_mistake(error: BaseException) -> bool:
     """Whether megatron_r3 itself refused a value: then the message is enough, without a traceback.
 
-    Such an error is a ValueError whose innermost frame is in megatron_r3. A ValueError from another
+    Such an error is a ValueError that code of megatron_r3 itself raised. A ValueError from another
     package needs its traceback, and so does any other kind of error from megatron_r3.
     """
     trace = error.__traceback__

@@ -95,7 +95,7 @@ def decode_from_blocks(
 
     Args:
         q: `[requests, tokens of a request, A, F]`.
-        cache_seqlens: how many keys each request has, with those of `q`; 0 for padding.
+        cache_seqlens: how many keys each request has, the keys of `q` included; 0 for padding.
 
     Returns:
         A tensor of the shape of `q`.
@@ -133,7 +133,7 @@ def _gathered(cache: torch.Tensor, blocks: torch.Tensor, length: int) -> torch.T
 def _attention(
     q_QAF: torch.Tensor, k_ZAF: torch.Tensor, v_ZAF: torch.Tensor, scale: float | None
 ) -> torch.Tensor:
-    """Causal softmax(QK)V `[Q, A, F]` of Z tokens; the queries are those of the last Q tokens."""
+    """Causal softmax(QK)V `[Q, A, F]` over Z tokens; the last Q tokens are the queries."""
     scale = scale or q_QAF.shape[-1] ** -0.5
     group = q_QAF.shape[1] // k_ZAF.shape[1]
     k_ZAF, v_ZAF = (part.repeat_interleave(group, dim=1) for part in (k_ZAF, v_ZAF))

@@ -1,7 +1,7 @@
 """Fill in what Megatron-LM takes from CUDA, Transformer Engine, a compiler or a later Python.
 
-Each function that `patch` calls fills one gap, which its docstring names, and does nothing on a
-release line that lacks the module or the name. Attention is a larger gap with a file of its own.
+Each function that `patch` calls fills one gap, which its docstring names. A function does nothing
+on a release line that does not have the gap. Attention is a larger gap with a file of its own.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def disable_compiler() -> None:
     """Replace torch.compile by a function that compiles nothing.
 
     On a CPU torch.compile needs a C++ compiler, and compiles again for every number of tokens
-    that an expert gets: a tiny training takes twice as long. The mere import of Megatron, whose
-    functions are decorated with torch.compile, makes torch import its compiler, which takes
+    that an expert gets: a tiny training takes twice as long. Megatron decorates functions with
+    torch.compile, so the mere import of Megatron makes torch import its compiler, which takes
     seconds.
     """
 
@@ -233,7 +233,7 @@ def _library_of(source: Path) -> Path:
 def _compile(source: Path, library: Path) -> None:
     """Build the library, unless the cache has it.
 
-    If the build fails, only a warning is printed: a training whose data needs no index can run.
+    If the build fails, only a warning is printed: a training on data without an index can run.
     """
     if library.exists():
         return

@@ -1,10 +1,10 @@
 """A store that grows: the first rank looks for new shards and announces them to all ranks.
 
-What the first look finds is broadcast. Later looks run in a thread of the first rank. The thread
-announces what a look finds in a torch TCPStore (a small server of keys and values) under the key
-`0`, then `1`, and so on. Ranks, their lookahead threads and dataloader workers hear of new shards
-by asking for the next key. So all processes take the same shards in the same order, and only the
-first rank lists the directory.
+The first rank broadcasts what its first look finds. Its later looks run in a thread. The thread
+writes what a look finds into a torch TCPStore (a small server of keys and values) under the key
+`0`, then `1`, and so on. Ranks, their lookahead threads and dataloader workers read the next key to
+hear of new shards. So all processes take the same shards in the same order, and only the first rank
+lists the directory.
 """
 
 from __future__ import annotations
@@ -34,9 +34,11 @@ END_S = 10.0  # how many seconds the end of the process waits for the thread
 def follow_together(directory: Path, wait_s: float, lookout: Lookout) -> FollowedStore:
     """Open a store that grows, with the same shards on all ranks. All ranks call this together.
 
+    If the directory or the server of the announcements cannot be used, all ranks end.
+
     Args:
-        directory: of the store.
-        wait_s: see FollowedStore.
+        directory: the directory of the store.
+        wait_s: how many seconds to wait for the next shard.
         lookout: looks at the directory; used on the first rank only.
     """
 
@@ -75,9 +77,9 @@ class Arriving:
     """Hears of new shards, in any process of the training.
 
     Args:
-        host, port: of the first rank's server.
-        waiting: what the first look found, in words: which shard is missing although a later one
-            is there; "" if none is missing.
+        host, port: the address of the first rank's server.
+        waiting: words for a message, from the first look: which shard is missing although a later
+            shard is there; "" if no shard is missing.
     """
 
     def __init__(self, host: str, port: int, waiting: str = "") -> None:
@@ -90,11 +92,12 @@ class Arriving:
         return {**vars(self), "_client": None}
 
     def news(self) -> News:
-        """The next announced shards (None if there are none), and in words which one is missing.
+        """The next announced shards, or None; and words that name a missing shard, or "".
 
         Raises:
             StoreError: the first rank has found a shard that cannot be used, can no longer look
-                for shards, or does not answer.
+                for shards, or does not answer. After one of the first two, each later call raises
+                again.
         """
         index: Index | None = None
         try:
@@ -102,7 +105,7 @@ class Arriving:
             while index is None and client.check([str(self._heard)]):
                 text, _, packed = client.get(str(self._heard)).partition(b"\n")
                 said = json.loads(text)
-                if said["wrong"]:  # no announcement follows; a later call raises this again
+                if said["wrong"]:
                     raise StoreError(said["wrong"])
                 index = _with_opened(Index.unpacked(packed)) if packed else None
                 self._waiting, self._heard = said["waiting"], self._heard + 1
@@ -143,11 +146,14 @@ class Announcer:
     Attributes:
         lookout: the argument.
         arriving: receives the announcements; sent to all ranks.
+
+    Raises:
+        StoreError: no server can be made at MASTER_ADDR, or at this host if it is not set.
     """
 
     def __init__(self, lookout: Lookout, waiting: str = "") -> None:
         self.lookout, self._waiting, self._announced = lookout, waiting, 0
-        # the address at which the other ranks have found the first rank already (torch's env://)
+        # the other ranks have already found the first rank at this address (torch's env://)
         host = os.environ.get("MASTER_ADDR") or socket.gethostname()
         allow_most_files()  # each rank and each of its workers has a connection
         try:

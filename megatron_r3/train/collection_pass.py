@@ -24,22 +24,14 @@ class CollectionPass:
     """Runs a model over each collection, and keeps what the pass finds.
 
     Attributes:
-        policy: what the pass found: log-probs, and routes where they are asked for.
-        data: the training's samples; set when `pretrain()` asks for them.
+        policy: the log-probs that the pass found, and the routes if the updates need them.
+        data: the samples; set when `pretrain()` asks for the training data.
     """
 
     def __init__(self, options: RolloutOptions) -> None:
         self.options = options
         self.policy = OldPolicy()
         self.data: RolloutDataset | None = None
-
-    def logprobs(self, host: dict[str, Tensor]) -> Tensor:
-        """The log-probs `[B, S]` that the pass found for a micro-batch, on the host.
-
-        Args:
-            host: the micro-batch, on the host.
-        """
-        return self.policy.logprobs(host["rows"])
 
     def forward(
         self,

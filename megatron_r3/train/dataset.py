@@ -1,6 +1,6 @@
 """Rollouts as training samples: a Megatron batch, and the fields that loss and replay need.
 
-Shape suffixes (docs/glossary.md): M, N, T.
+Shape suffixes (docs/glossary.md): N, T.
 """
 
 from __future__ import annotations
@@ -44,6 +44,9 @@ class RolloutDataset(torch.utils.data.Dataset):
         use: what the training does with the rollouts.
         num_samples: how many samples training will draw. The dataset has at least `use.start`
             samples plus one for each rollout.
+
+    Raises:
+        StoreError: the stored advantages are asked for, and a rollout has none.
     """
 
     def __init__(
@@ -75,7 +78,7 @@ class RolloutDataset(torch.utils.data.Dataset):
         Of length `seq_length`, int64:
         - `tokens`, `labels` (tokens t and t + 1), `position_ids`, `rows`
         - `document`: the number of the rollout in the sample
-        - `source`: whose routes token t takes, an index of `SOURCES`
+        - `source`: where the routes of token t come from, an index of `SOURCES`
         - `turn`: to which turn token t + 1 belongs, from 0 on; -1 if token t + 1 was not sampled
         - `version`: which policy version sampled token t + 1; -1 if token t + 1 was not sampled
 
@@ -127,8 +130,8 @@ class RolloutDataset(torch.utils.data.Dataset):
         """The fields of one sample: these rollouts one after the other, padded to `lengths`.
 
         Args:
-            lengths: the length of each rollout with its padding. One more length may follow, that
-                of a document of padding alone.
+            lengths: the length of each rollout with its padding. One more length may follow: the
+                length of a last document, which is padding alone.
             sample: the number of the sample in the store.
         """
         documents = [self._document(rollout, sample) for rollout in rollouts]
@@ -192,13 +195,16 @@ class RolloutDataset(torch.utils.data.Dataset):
 
 
 class FollowedRollouts(RolloutDataset):
-    """The samples of a store that grows: methods wait until the rollouts that they need are there.
+    """The samples of a store that grows; methods wait until the rollouts that they need are there.
 
     A group must lie in one shard: advantages are computed from the rewards of a whole group, and
     the first rollouts of a group may be used before the next shard comes.
 
     Args:
         num_samples: how many samples training will draw.
+
+    Raises:
+        StoreError: a shard has rollouts of a group that began in an earlier shard.
     """
 
     def __init__(self, store: RolloutStore, use: UseOfRollouts, num_samples: int) -> None:
@@ -258,11 +264,11 @@ class FollowedRollouts(RolloutDataset):
 
 
 class PackedRollouts(RolloutDataset):
-    """Packs of rollouts as samples, numbered as the rollouts of a RolloutDataset are.
+    """Packs of rollouts as samples: a sample is a pack where it is a rollout in a RolloutDataset.
 
-    A pack is the next rollouts in store order, as many as fit into `seq_length`. Each rollout is
-    padded on the right to a multiple of `align`. If that leaves room, a last document of padding
-    alone fills the pack.
+    A pack has the next rollouts in store order, as many as fit into `seq_length`. Each rollout is
+    padded on the right to a multiple of `align`. If that leaves room, a last document, which is
+    padding alone, fills the pack.
 
     Args:
         align: 2 * CP, the number of pieces into which context parallelism cuts a document; 1

@@ -64,8 +64,8 @@ class StepGuard:
 
     Args:
         store: the rollouts, for errors that name a rollout.
-        scaled: whether the loss is scaled (fp16). Megatron then skips a step whose gradients are
-            not finite, so the guard does not look at gradients.
+        scaled: whether the loss is scaled (fp16). Megatron then skips a step with gradients that
+            are not finite, so the guard does not look at gradients.
     """
 
     def __init__(self, store: RolloutStore, scaled: bool) -> None:
@@ -75,7 +75,7 @@ class StepGuard:
         self._rows: list[Tensor] = []
 
     def add_routes(self, microbatch: MicrobatchRoutes) -> None:
-        """Watch whether the layers of a microbatch take its routes; the routes are not kept."""
+        """Watch whether the layers of a micro-batch take its routes; the routes are not kept."""
         if microbatch.mode is Mode.REPLAY:
             self._given.append((sorted(microbatch.ids), microbatch.used))
 
@@ -159,10 +159,10 @@ class StepGuard:
         models: list[Any],
         rows: list[Tensor],
     ) -> str:
-        """What is wrong on this rank, as text for the user that names layers, token or parameter.
+        """The error message for this rank's fault; it names layers, a token or a parameter.
 
         Args:
-            untaken: the layers whose routes no router took.
+            untaken: the layers in which no router took its routes.
             places, values: what `_wrong_places` returned.
             rows: the row ids of the step's micro-batches.
         """
@@ -183,8 +183,8 @@ class StepGuard:
             if of_token:
                 return f"{name}: the trainer's log-prob is {-value:g}, which is not finite"
             return (
-                f"the policy loss of the micro-batch whose first response token is {name} is not "
-                "finite"
+                f"the policy loss is not finite, in the micro-batch with {name} as its first "
+                "response token"
             )
         names = (name for model in models for name in _wrong_parameters(model))
         return (

@@ -42,7 +42,8 @@ def build_model(args: Any) -> torch.nn.Module:
     """This rank's only model chunk, as `build_models` makes it.
 
     Raises:
-        ValueError: the rank has several chunks, because there are virtual pipeline stages.
+        ValueError: the rank has several chunks, because there are virtual pipeline stages; or as
+            `build_models`.
     """
     (model,) = build_models(args)
     return model
@@ -53,6 +54,9 @@ def build_models(args: Any) -> list[torch.nn.Module]:
 
     Args:
         args: what `initialize` returned.
+
+    Raises:
+        ValueError: --spec or --yaml-cfg is given, before 0.19.
     """
     from megatron.core.enums import ModelType
     from megatron.training import training
@@ -77,6 +81,9 @@ def built_from(args: Any) -> set[str]:
 
     Args:
         args: what `initialize` returned.
+
+    Raises:
+        ValueError: as `build_models`.
     """
     read: set[str] = set()
 
@@ -102,7 +109,7 @@ def train(
     """Run Megatron's `pretrain()` as a script of this release does.
 
     Args:
-        datasets, forward_step: what the script would hand to `pretrain()`.
+        datasets, forward_step: the dataset provider and the forward step of the script.
         on_models: see `watch_models`; None for nothing.
     """
     from megatron.core.enums import ModelType

@@ -57,8 +57,9 @@ class Ledger:
 
         Raises:
             StoreError: the store has lost or changed a shard since the checkpoint; sample numbers
-                now name other rollouts; fewer samples are counted than when the store was begun; or
-                the training has updated the policy that sampled the store.
+                now name other rollouts; the training has updated the policy that sampled the store;
+                a shuffled epoch would go on in another store; or the checkpoint counts fewer
+                samples than training had consumed when it began with the store.
         """
         consumed = self.progress.consumed_samples
         remembered = self.progress.remembered() if consumed else []
@@ -125,7 +126,7 @@ class Ledger:
         """How many different samples of this store the training has used.
 
         Args:
-            more: how many samples the training consumes now, beyond those of finished iterations.
+            more: how many samples the running iteration consumes; they are counted too.
         """
         return self.options.use.schedule.used(self.consumed() + more)
 
@@ -144,8 +145,9 @@ class Ledger:
         where = " ".join(map(str, self.store.directories))
         if consumed < last["start"]:
             raise StoreError(
-                f"{where}: by the checkpoint this store began at sample {last['start']}, "
-                f"but only {consumed} samples are counted as used: begin anew with --finetune"
+                f"{where}: the checkpoint says that training began with this store at sample "
+                f"{last['start']}, but it counts only {consumed} samples: begin anew with "
+                "--finetune"
             )
         again = (
             "train on the store as it was, or begin anew with --finetune; new rollouts belong in "
@@ -159,7 +161,7 @@ class Ledger:
         if last["order"] != self.options.sample_order:
             raise StoreError(
                 f"{where}: the checkpoint took its samples as {last['order']}, this training as "
-                f"{self.options.sample_order}, so it would use some rollouts again and "
+                f"{self.options.sample_order}, so training would use some rollouts again and "
                 "leave others out: give the earlier options again, or begin anew with --finetune"
             )
         rollouts = sum(rollouts for _, _, rollouts in last["shards"])
@@ -187,7 +189,7 @@ class Ledger:
             if now[index] != identity:
                 raise StoreError(
                     f"{self.store.shards[index].path}: this is not the {name} that the checkpoint "
-                    f"was trained on; it was changed, replaced or put in another place: {again}"
+                    f"was trained on: the file was changed, replaced or moved: {again}"
                 )
 
     def _check_other(self, remembered: list[dict[str, Any]]) -> None:

@@ -118,13 +118,13 @@ class Preparer:
         return self.routes.read(self.store, rows_BS, mean_tokens)
 
     def _apply(self, source_T: np.ndarray, routes: HostRoutes, collection: int | None) -> None:
-        """Give each token the routes of its source; `routes` has those of the rollouts.
+        """Give each token the routes of its source.
 
         Args:
             source_T: indices of `SOURCES`.
-            routes: changed in place.
-            collection: the collection whose old-policy routes are taken. None in the pass that
-                records the routes of the old policy: tokens that would take these then route live.
+            routes: the routes of the rollouts; changed in place.
+            collection: the number of the micro-batch's collection. None in the pass that records
+                the routes of the old policy: the tokens that will take these routes route live.
         """
         live_T = source_T != _ROLLOUT
         old_T = source_T == _OLD_POLICY

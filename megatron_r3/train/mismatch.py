@@ -40,7 +40,7 @@ _PLACES = MOST_POSITIONS + MOST_TURNS + MOST_LAGS
 class Places:
     """Where each token of a micro-batch stands, on the host, in the order of the router.
 
-    The mismatch is counted by each of these three.
+    The mismatch is counted by position, by turn and by version.
 
     Attributes:
         position_T: the token's position in its rollout.
@@ -106,8 +106,8 @@ def _newest(measured: Measured, device: torch.device) -> Tensor:
 def _add_places(places_V2: Tensor, tally: Tally, places: Places, newest: Tensor) -> None:
     """Add to `places_V2` the (token, layer) pairs of a micro-batch: those that differ, and all.
 
-    The bins of positions come first, then those of turns and of lags. A token whose next token was
-    not sampled counts in its position alone.
+    The bins of positions come first, then the bins of turns, then the bins of lags. A token counts
+    in its position alone if the next token was not sampled.
     """
     assert tally.mismatches_T is not None
     assert tally.watched_T is not None

@@ -92,7 +92,7 @@ class OldPass(CollectionPass):
         self.policy.read(folder, collection, wanted, layers, about, self.ledger.old_pass)
 
     def _routes(self) -> str:
-        """Whose routes the updates on a collection take, as a text that a resume compares."""
+        """The sources of the updates' routes, as text that a resume compares."""
         use = self.options.use
         if use.replay_max_lag is None or not self.options.replay:
             return use.source

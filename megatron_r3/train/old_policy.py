@@ -44,7 +44,7 @@ class OldPolicy:
     def __init__(self) -> None:
         self.collection: int | None = None
         self._changed = threading.Condition()
-        self._ready = -1  # the last collection whose record is whole
+        self._ready = -1  # the last collection with a whole record
         self._cancelled = False
         self._logprobs: list[tuple[Tensor, Tensor]] = []  # rows and values, until `finish`
         self._routes: dict[int, list[tuple[Tensor, Tensor]]] = {}
@@ -146,7 +146,7 @@ class OldPolicy:
 
         Args:
             rows: int64, sorted: the row ids that this rank will ask for.
-            layers: whose routes this rank will ask for.
+            layers: the layers of which this rank will ask for routes.
             about: must be equal to the `about` with which the files were written.
             number: names the pass. Files of other passes are ignored: an earlier training may have
                 left such files in the folder, for the same rollouts and from other weights.
@@ -210,7 +210,7 @@ class _Table:
         return cls(rows, np.concatenate([t.values for t in tables])[first])
 
     def only(self, rows: np.ndarray) -> _Table:
-        """The entries of this table whose row is in `rows`."""
+        """The entries of this table for the row ids in `rows`."""
         keep = np.isin(self.rows, rows)
         return _Table(self.rows[keep], self.values[keep])
 
@@ -259,11 +259,12 @@ def remove_unneeded(
 ) -> None:
     """Remove the records of earlier collections that no checkpoint needs.
 
-    A checkpoint needs the record of the collection in whose middle it was saved. Example with 4
-    steps a collection: `iter_0000006` needs the record of iteration 4, and `iter_0000008` none.
+    A checkpoint that was saved in the middle of a collection needs the record of that collection.
+    Example with 4 steps a collection: `iter_0000006` needs the record of iteration 4, and
+    `iter_0000008` needs none.
 
     Args:
-        directory: in whose folder `old-policy` the records lie.
+        directory: its folder `old-policy` has the records.
         checkpoints: all directories in which checkpoints of the training lie.
         began_at: the iteration at which the newest collection began.
         steps: optimizer steps of a collection.

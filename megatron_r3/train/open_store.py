@@ -123,8 +123,8 @@ def warnings(options: RolloutOptions, store: RolloutStore) -> list[str]:
     sampler, trainer = store.info.vocab_size, options.padded_vocab_size
     if sampler and trainer and sampler > trainer:
         lines.append(
-            f"warning: the sampler's softmax has {sampler} rows, the trainer's {trainer}: the "
-            "log-probs of sampler and trainer do not agree to the last digits"
+            f"warning: the sampler's softmax has {sampler} rows, and the trainer's softmax has "
+            f"{trainer}: the log-probs of sampler and trainer do not agree to the last digits"
         )
     sampling = store.info.sampling
     names = ("temperature", "top_p", "top_k", "min_p")
@@ -135,8 +135,8 @@ def warnings(options: RolloutOptions, store: RolloutStore) -> list[str]:
         )
     if biased := sampling.unknown_to_the_loss(bool(store.column("num_kept").all())):
         lines.append(
-            f"warning: sampled with {', '.join(biased)}, and trained on as --rollouts-sampling any "
-            "asks: the policy loss compares log-probs of two distributions"
+            f"warning: the rollouts were sampled with {', '.join(biased)}, and --rollouts-sampling "
+            "any takes them: the policy loss compares log-probs of two distributions"
         )
     if options.follow_s is None and _is_even(options, store):
         lines.append(
@@ -162,7 +162,7 @@ def _refuse_mixed_versions(shard: Shard) -> None:
     """Refuse a shard of several policy versions that has the router digests of one policy.
 
     The trainer's routers are compared with these digests. Tokens that other versions sampled would
-    pass, unchecked, as those of the trainer's own policy.
+    pass unchecked, as if the trainer's own policy had sampled them.
     """
     version_M, newest_M = shard.tensors["policy_version"], shard.newest_version_M
     oldest, newest = int(version_M.argmin()), int(newest_M.argmax())
@@ -179,7 +179,7 @@ def _refuse_mixed_versions(shard: Shard) -> None:
 
 
 def _is_published(options: RolloutOptions, shard: Shard) -> bool:
-    """Whether this training published the policy that sampled a shard, as the shard's version."""
+    """Whether this training published, as the shard's version, the weights that sampled it."""
     info, folder = shard.info, published_folder(options, shard)
     if folder is not None:
         return policy_stamp(folder) == info.policy_stamp

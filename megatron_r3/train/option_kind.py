@@ -36,7 +36,12 @@ class Rule:
         return now in self.values if self.values else is_set
 
     def said(self, now: object, needed: bool) -> str:
-        """The other option as a person types it, and the reason, as the end of an error message."""
+        """The other option as a person types it, and the reason, as the end of an error message.
+
+        Args:
+            now: the value of the other option.
+            needed: whether the other option is needed; else it is not allowed.
+        """
         if needed and self.values:
             values = [one for one in self.values if one is not None]
             now = values[0] if len(values) == 1 else " or ".join(str(one) for one in values)
@@ -61,7 +66,8 @@ class Option:
         nargs, const: as in argparse.
         needs, not_with: rules about other options, checked if the option is given.
         nothing: values that mean the same as no option, so that no rule is checked.
-        field: whether the option is a field of TransformerConfig; a field always has a value.
+        field: whether the option is a field of TransformerConfig. A field of this
+            tree has its default when it is not given; every other option is then None.
         group: the group of patches that brings a field.
     """
 

@@ -76,7 +76,7 @@ OPTIONS = (
         "the ratio r is clipped at 1 - EPS and 1 + EPS; with 1 there is no lower bound",
         usual="0.2; gspo 0.0003; cispo 1", metavar="EPS", kind=float),
     Option("rollouts_clip_eps_high", "the ratio is clipped to at most 1 + EPS",
-        usual="that of `--rollouts-clip-eps` if given; else 0.2; gspo 0.0004", metavar="EPS",
+        usual="`--rollouts-clip-eps` if given; else 0.2; gspo 0.0004", metavar="EPS",
         kind=float),
     Option("rollouts_dual_clip", "a token with a negative advantage A loses at most C |A|",
         usual="off", metavar="C", kind=float,
@@ -98,7 +98,7 @@ OPTIONS = (
         **_OF_A_COLLECTION),
     Option("rollouts_epochs", "how often the updates go over a collection", **_OF_A_COLLECTION),
     Option("rollouts_shuffle",
-        "mix the rollouts of each global batch, so that those of a prompt do not [load the "
+        "mix the rollouts of each global batch, so that rollouts of a prompt do not [load the "
         "same ranks](balance.md#order); needs `--calculate-per-token-loss`, or one rollout "
         "in a micro-batch", usual="store order", metavar="SEED", kind=int, least=0,
         needs=(
@@ -183,7 +183,7 @@ OPTIONS = (
         needs=(
             Rule("micro_batch_size", (1,), "a pack is a micro-batch; raise --seq-length instead"),
         )),
-    Option("moe_router_replay_source", "whose routes are replayed; `live`: none",
+    Option("moe_router_replay_source", "which routes are replayed; `live`: none",
         default=SOURCES[0], choices=tuple(SOURCES), needs=(_REPLAY,)),
     Option("moe_router_replay_max_lag",
         "rollouts more than N versions behind the newest take the routes of "
@@ -194,7 +194,7 @@ OPTIONS = (
                 "with other sources no recorded route is replayed, so none can be too old"),
         )),
     Option("moe_router_replay_stale_source",
-        "whose routes rollouts beyond `--moe-router-replay-max-lag` take", default="live",
+        "which routes rollouts beyond `--moe-router-replay-max-lag` take", default="live",
         choices=tuple(SOURCES[1:]), needs=(_REPLAY, Rule("moe_router_replay_max_lag"))),
     Option("rl_write_rollouts",
         "write each collection of [Megatron's own RL loop](rl-loop.md) as a shard", metavar="DIR",
@@ -212,9 +212,9 @@ OPTIONS = (
             Rule("moe_router_replay_source", ("rollout",),
                 "with other sources no recorded route is replayed"),
         )),
-    Option("moe_router_replay_aux_loss", "whose load the auxiliary losses see",
+    Option("moe_router_replay_aux_loss", "which load the auxiliary losses see",
         default="replayed", choices=_LOADS, **_FIELD),
-    Option("moe_router_replay_expert_bias", "whose load updates the expert bias",
+    Option("moe_router_replay_expert_bias", "which load updates the expert bias",
         default="replayed", choices=_LOADS, **_FIELD),
     Option("moe_router_replay_fused_gate",
         "compute the gate of replayed layers without the fused kernel",
@@ -267,10 +267,10 @@ def value(args: Any, name: str) -> Any:
 
 
 def add_to(parser: Any, fields: Collection[str]) -> None:
-    """Add to Megatron's parser the options for which it makes none; each is None unless given.
+    """Add to Megatron's parser the options that Megatron does not make; each is None unless given.
 
-    Megatron makes the options of the fields that its TransformerConfig has. The option of a field
-    that this tree lacks is added here, and is an error when it is given: the error names the
+    Megatron makes an option for each field of its TransformerConfig. An option of ours for a field
+    that this tree lacks is added here, and ends the program when it is given: the error names the
     missing group of patches.
 
     Args:

@@ -35,7 +35,7 @@ _NOT_WITH_OLD_PASS = {
 
 
 def document_multiple(context_parallel: int) -> int:
-    """The number to whose multiples the rollouts of a pack are padded.
+    """The number of tokens to a multiple of which each rollout of a pack is padded.
 
     Context parallelism cuts each document into 2 * CP pieces of one length: CP 4 pads 13 input
     tokens to 16.
@@ -51,7 +51,7 @@ class RolloutOptions:
         directories: the rollout stores (--rollouts).
         replay: whether the MoE layers take the recorded experts (--moe-router-replay).
         any_policy: whether rollouts of another policy than the trainer's are taken.
-        any_sampling: whether rollouts are taken whose sampling settings the loss cannot follow.
+        any_sampling: whether rollouts with sampling settings that the loss cannot follow are taken.
         follow_s: seconds to wait for a rollout of a store that grows; None for a fixed store.
         checks_as_read: whether each rank checks what it reads, as it reads it, instead of a check
             of the whole store before training.
@@ -61,7 +61,7 @@ class RolloutOptions:
         loss: the policy loss.
         trainer_is_old: whether the trainer, at the start of a collection, is the old policy; else
             the sampler is.
-        use: in which order the rollouts are used, their advantages, whose routes they take.
+        use: in which order the rollouts are used, their advantages, the source of their routes.
         save_directory, load_directory: --save and --load; None if the option is not given.
         checkpoint_directories: all directories in which a checkpoint of this training may lie.
         publish: what is published for a sampler; None for nothing.
@@ -81,8 +81,8 @@ class RolloutOptions:
         sequence_parallel: whether tensor parallelism splits the sequence outside of attention.
         per_token_loss: --calculate-per-token-loss.
         validate_loss: whether Megatron's rerun machine looks at the loss.
-        scaled_loss: whether the loss is scaled (fp16), so that Megatron itself skips steps whose
-            gradients are not finite.
+        scaled_loss: whether the loss is scaled (fp16), so that Megatron itself skips steps with
+            gradients that are not finite.
         sample_order: what decides which rollouts a sample of the training has, as text.
         reference: the folder of the reference policy, and its iteration; empty without one.
         reads_a_dataset: whether --data-path or --mock-data is given.

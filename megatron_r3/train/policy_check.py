@@ -46,7 +46,7 @@ class PolicyCheck:
         """End training if one of these rollouts is too old, or of another policy.
 
         Args:
-            rollouts: those of a micro-batch, by their index in the store.
+            rollouts: the indices, in the store, of a micro-batch's rollouts.
         """
         self._check_lag(rollouts)
         if not self.routers or self.options.any_policy:
@@ -61,7 +61,7 @@ class PolicyCheck:
                 self._accepted.add(stamp)
 
     def _check_lag(self, rollouts: list[int]) -> None:
-        """Refuse a rollout whose oldest span is too far behind the newest span of the store.
+        """Refuse a rollout if its oldest span is too far behind the newest span of the store.
 
         In a store that grows, each rank compares with the shards that it has seen by now: one rank
         may refuse a rollout a little before the others, which ends the training for all.
@@ -127,9 +127,9 @@ class PolicyCheck:
             if here != stamp[trace]:
                 refuse(
                     f"{self.options.where}: sampled from another policy: the router of layer "
-                    f"{number} is {stamp[trace]} in the store, and {here} in the trainer. Load the "
-                    "checkpoint that sampled (--load), sample again, or, to train on other "
-                    "policies' rollouts, give --rollouts-policy any",
+                    f"{number} has the digest {stamp[trace]} in the store, and {here} in the "
+                    "trainer. Load the checkpoint that sampled (--load), sample again, or, to "
+                    "train on other policies' rollouts, give --rollouts-policy any",
                     speaks=speaks_for_stage(),  # the stage's ranks have the same routers
                 )
 
@@ -142,7 +142,7 @@ def speaks_for_stage() -> bool:
 
 
 def version_of(shard: Shard) -> int:
-    """The policy version of a shard whose rollouts all have the same version."""
+    """The policy version of a shard; all of its rollouts must have the same version."""
     return int(shard.tensors["policy_version"][0])
 
 

@@ -3,7 +3,7 @@
 A sampler divides its logits by a temperature, may leave tokens out (top-p, top-k), and has no rows
 for the trainer's padding of the vocabulary. The trainer's log-probs must be of the distribution
 from which the sampler drew. So the logits are changed here before they go to Megatron's own
-language-model loss, whose tensor parallelism and fused kernels are used as they are.
+language-model loss, with its tensor parallelism and its fused kernels.
 
 MTP heads call the same loss method of the model, with labels of their own. So a `Policy` is
 attached to the labels of the main loss, and MTP losses stay as they are.
@@ -42,7 +42,7 @@ class Policy:
         measures_entropy: whether `entropy_BS` is wanted.
         returns_entropy: whether the model returns losses and entropies, `[2, B, S]`, instead of
             losses alone. The gradient of the entropy then goes through the model's output, as the
-            loss's does: combined 1F1B cuts the graph at that output.
+            gradient of the loss does: combined 1F1B cuts the graph at that output.
         entropy_BS: the entropy of each token's distribution, in nats, without gradient; None until
             the entropy was measured.
         used: whether the model has computed its loss with this policy.

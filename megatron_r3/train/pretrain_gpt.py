@@ -4,8 +4,8 @@
 
 The tree must be patched: its `pretrain()` then takes data and loss from the rollouts. This script
 has no data of its own: without --rollouts, or with --eval-iters other than 0, it ends with one line
-that says so. `forward_step` and `loss_func` are those of plain language modelling. A script that
-brings its own data can import them.
+that says so. `forward_step` and `loss_func` compute plain language modelling. A script that brings
+its own data can import them.
 """
 
 from __future__ import annotations

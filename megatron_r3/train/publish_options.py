@@ -18,7 +18,7 @@ class PublishOptions:
     Attributes:
         directory: has a folder for each version.
         interval: optimizer steps from one version to the next.
-        like: the transformers directory whose config and tokenizer files a version gets.
+        like: the transformers directory from which a version gets its config and tokenizer files.
         keep: how many versions stay; 0 keeps all.
     """
 
@@ -94,7 +94,7 @@ def version_name(version: int) -> str:
 
 
 def published(directory: Path) -> list[int]:
-    """The versions whose folders are in a directory, ascending; empty without the directory."""
+    """The versions that have a folder in a directory, ascending; empty without the directory."""
     if not directory.is_dir():
         return []
     found = (_NAME.fullmatch(path.name) for path in directory.iterdir())

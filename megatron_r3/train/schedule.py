@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
-# Whose routes a token takes: those of its rollout (R3), those of the old policy (R2), or none.
+# The sources of a token's routes: its rollout (R3), the old policy (R2), or none.
 SOURCES = ("rollout", "old-policy", "live")
 STORED = "stored"  # advantages that the store brings
 
@@ -128,10 +128,10 @@ class UseOfRollouts:
         start: how many samples the training had consumed when it began with the store; above 0 in a
             training that was resumed with a new store.
         advantages: a name of `ADVANTAGES`, or "stored".
-        source: whose routes the tokens take, a name of `SOURCES`.
+        source: where the routes of tokens come from, a name of `SOURCES`.
         replay_max_lag: a rollout is stale if its oldest span is more than this many versions behind
             the newest span up to the end of its collection. None: no rollout is stale.
-        stale_source: whose routes the tokens of stale rollouts take, a name of `SOURCES`.
+        stale_source: where the routes of stale rollouts' tokens come from, a name of `SOURCES`.
     """
 
     seq_length: int

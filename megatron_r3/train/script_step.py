@@ -2,7 +2,7 @@
 
 Such a script brings its own data, loss and routes, and must enter `replaying(...)` around the model
 in its forward step. Otherwise every layer routes live although the option is on, and nothing in
-the log shows this. So `refuse_silence` ends a training whose script does not enter `replaying`.
+the log shows this. So `refuse_silence` ends the training if the script does not enter `replaying`.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ from megatron_r3.train.witness import DispatchWitness
 
 @dataclass(frozen=True)
 class Parts:
-    """The classes whose objects a RolloutStep makes; a proof or a benchmark passes subclasses."""
+    """The classes that a RolloutStep makes objects of; a proof or a benchmark passes subclasses."""
 
     preparer: type[Preparer] = Preparer
     planner: type[Planner] = Planner
@@ -99,7 +99,7 @@ class RolloutStep:
         observe: called with a router without a hook, and its layer number; gives the router a hook
             that compares its live choice with the recorded routes.
         hooks: called before each step, and after the last step.
-        parts: the classes whose objects are made; None for those of `Parts`.
+        parts: the classes of which objects are made; None for the defaults of `Parts`.
         reference: the reference policy of the KL term; None without a KL term.
     """
 
@@ -293,8 +293,8 @@ class RolloutStep:
             return None
         tally = None
         if self._measures():
-            # Watched are the tokens with a recorded route, counted are those whose next token was
-            # sampled.
+            # The tokens with a recorded route are watched. Of these a token is counted if its next
+            # token was sampled.
             order = self._layout.router_order
             places = Places.of(prepared.batch, order)
             watched_T = routes.recorded_T
@@ -359,7 +359,7 @@ class RolloutStep:
         if policy.returns_entropy:
             output_BS, entropy_BS = output_BS
         if self.reference is not None:
-            reference_BS = self.reference.logprobs(host).cuda(non_blocking=True)
+            reference_BS = self.reference.policy.logprobs(host["rows"]).cuda(non_blocking=True)
         old_BS = self._old_logprobs(batch, host)
         terms = terms_of(batch, output_BS, old_BS, reference_BS, entropy_BS)
         try:
@@ -388,7 +388,7 @@ class RolloutStep:
             return batch["sampled_logprobs"]
         if self.old_pass is None:
             return None
-        return self.old_pass.logprobs(host).cuda(non_blocking=True)
+        return self.old_pass.policy.logprobs(host["rows"]).cuda(non_blocking=True)
 
     def _digest_of_used_shards(self) -> int:
         """A 52-bit digest of the shards used up to this step; of all shards if the store is fixed.

@@ -20,7 +20,7 @@ from megatron_r3.train.schedule import SOURCES
 
 Sums = dict[str, Tensor]
 
-# For each value the two sums whose quotient it is. The sum `tokens` counts response tokens.
+# For each value its two sums: the first is divided by the second. `tokens` counts response tokens.
 _MEANS = {
     "loss": ("loss sum", "loss count"),
     "reward mean": ("reward", "rollouts"),

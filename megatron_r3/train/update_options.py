@@ -127,8 +127,9 @@ def _refuse_reference(name: str | None, saved: str | None) -> None:
     """Refuse a reference folder that has no policy, or that is the folder of --save."""
     if name is not None and saved is not None and Path(name).resolve() == Path(saved).resolve():
         raise ValueError(
-            f"--rollouts-reference {name}: it is the folder of --save, whose newest checkpoint a "
-            "resumed training would take for the reference: give a copy of the first checkpoint"
+            f"--rollouts-reference {name}: it is the folder of --save, and a resumed training "
+            "would take the newest checkpoint in it as the reference: give a copy of the first "
+            "checkpoint"
         )
     if name is not None and not any((Path(name) / n).is_file() for n in ("config.json", _TRACKER)):
         raise ValueError(
@@ -156,7 +157,9 @@ def _refuse_shuffle(args: Any) -> None:
         return
     option = f"--rollouts-shuffle {seed}"
     if not args.calculate_per_token_loss and (args.micro_batch_size > 1 or args.rollouts_pack):
-        several = "those of a pack" if args.rollouts_pack else f"{args.micro_batch_size} rollouts"
+        several = (
+            "the rollouts of a pack" if args.rollouts_pack else f"{args.micro_batch_size} rollouts"
+        )
         raise ValueError(
             f"{option} needs --calculate-per-token-loss, or one rollout in a micro-batch: here "
             f"{several} are averaged together, so another order would change the tokens' weights"
@@ -183,7 +186,7 @@ def _read_aggregation(args: Any, loss: str) -> tuple[str, int]:
 
 
 def _refuse_other_divisor(args: Any, aggregation: str, correction: CorrectionOptions) -> None:
-    """Refuse Megatron's own losses beside a policy loss not divided by all response tokens."""
+    """Refuse Megatron's other losses if the policy loss is not divided by all response tokens."""
     others = _other_losses(args) if args.calculate_per_token_loss else []
     if not others:
         return
@@ -195,7 +198,7 @@ def _refuse_other_divisor(args: Any, aggregation: str, correction: CorrectionOpt
         return
     raise ValueError(
         f"{option}: not together with --calculate-per-token-loss and {others[0]}: Megatron would "
-        f"divide that loss, too, by {divisor} instead of all response tokens; leave one of the "
+        f"divide that loss, too, by {divisor} instead of by all response tokens; leave one of the "
         "three out"
     )
 

@@ -33,13 +33,13 @@ _ROLLOUT, _OLD_POLICY = SOURCES.index("rollout"), SOURCES.index("old-policy")
 
 
 class Watched(NamedTuple):
-    """A micro-batch's tokens, and what the rollouts say of them.
+    """The tokens of a micro-batch, and their recorded routes.
 
     Attributes:
         rows_T: row ids, in the router's order.
-        source_T: whose routes each token takes, an index of `SOURCES`.
+        source_T: where the routes of each token come from, an index of `SOURCES`.
         tokens: the indices of the tokens that take a recorded route of their rollout, int64.
-        ids_LTK: the routes of these tokens alone, in all MoE layers of the store.
+        ids_LTK: the recorded routes of `tokens` alone, in all MoE layers of the store.
     """
 
     rows_T: np.ndarray
@@ -133,8 +133,8 @@ class DispatchWitness:
     def watch(self, microbatch: MicrobatchRoutes, rows_T: np.ndarray, source_T: np.ndarray) -> None:
         """Watch this microbatch.
 
-        The routes are read rollout by rollout, by other code than that of replay, so that a fault
-        of replay's reading shows here.
+        The routes are read rollout by rollout, by other code than the code of replay, so that a
+        fault in replay's reading shows here.
 
         Args:
             rows_T, source_T: see `Watched`. Tokens that route live are not compared.
@@ -210,7 +210,7 @@ class DispatchWitness:
             guests.watchers.append(before_guests)
 
     def _recorded(self, number: int, watched: Watched) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens whose routes are known, and these routes in one layer.
+        """The tokens with known routes, and these routes in one layer.
 
         The tokens that take the old policy's routes come last.
 
@@ -252,7 +252,7 @@ def _received(hidden_PH: Tensor, tokens_per_expert: Tensor, experts: list[int]) 
 
 
 def _of_experts(experts: list[int], group: Any, *pairs: np.ndarray) -> list[np.ndarray]:
-    """Gather the pairs of all ranks of the group, and keep those whose expert is in `experts`."""
+    """Gather the pairs of all ranks of the group, and keep the pairs of these experts."""
     gathered: list[Any] = [None] * group.size()
     torch.distributed.all_gather_object(gathered, pairs, group=group)
     of_all = (np.concatenate(parts) for parts in zip(*gathered, strict=True))

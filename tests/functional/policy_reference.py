@@ -134,7 +134,7 @@ def run_and_keep(rank: int, argv: list[str], stores: dict[str, Path]) -> tuple[R
     def loss(self: Any, batch: Any, host: Any, policy: Any, output: Any) -> Any:
         output.retain_grad()  # of -log p `[B, S]`, or with an entropy term of both `[2, B, S]`
         zero_BS = 0 * policy.entropy_BS
-        reference_BS = self.reference.logprobs(host) if self.reference else zero_BS
+        reference_BS = self.reference.policy.logprobs(host["rows"]) if self.reference else zero_BS
         kept.append((host["rows"], output, reference_BS, policy.entropy_BS, zero_BS))
         return own(self, batch, host, policy, output)
 

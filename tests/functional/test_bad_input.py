@@ -290,9 +290,9 @@ def test_what_a_user_should_know_is_said_at_the_start(patched, policy, tmp_path)
     ended_well, printed = train_on(patched, policy.arguments(*more, store=known), tmp_path / "logs")
     assert ended_well, printed
     said = [line for line in printed.splitlines() if "> rollouts:" in line]
-    padded = next(line for line in said if "softmax has 65 rows, the trainer's 64" in line)
+    padded = next(line for line in said if "65 rows, and the trainer's softmax has 64" in line)
     assert padded.count("warning:") == 1
-    assert any("warning: sampled with temperature 0.7, and trained on" in line for line in said)
+    assert any("warning: the rollouts were sampled with temperature 0.7" in line for line in said)
     assert any("--data-path and --mock-data are not trained on" in line for line in said)
     # control: of the store as it is there is nothing to say
     _, printed = train_on(patched, policy.arguments(), tmp_path / "plain")

@@ -148,7 +148,7 @@ def test_a_policy_of_another_training_in_the_folder_is_not_ones_own(
     shutil.copytree(alone / "policies", tmp_path / "policies")
     options = publishes(policy, tmp_path)
     told = fails(patched, steps_on(policy, tmp_path / "3", 1, *options))
-    assert "sampled from another policy: the router of layer 1 is" in told
+    assert "sampled from another policy: the router of layer 1 has the digest" in told
     # control: the folder's own version 0, and a step that changes the weights as before or not
     argv = steps_on(policy, tmp_path / "0", 1, *options, "--lr", "0")
     told = fails(patched, argv)

@@ -47,7 +47,7 @@ def average(
 
     Args:
         losses_BS: with gradient.
-        counted: the terms of the micro-batch, whose mask is 1 on the tokens that count, else 0.
+        counted: the terms of the micro-batch; their mask is 1 on the tokens that count, else 0.
         fixed_length: a number of tokens; needed by fixed-length, not read otherwise.
     """
     mask_BS = counted.mask_BS

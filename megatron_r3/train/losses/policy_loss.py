@@ -82,7 +82,7 @@ class LossError(ValueError):
     """A loss that cannot be trained with; the message names the loss, its module and the fault."""
 
 
-_looked_at: set[str] = set()  # the losses whose gain was checked once
+_looked_at: set[str] = set()  # the losses that were used, and so checked, once
 
 
 def gain_of(name: str, terms: LossTerms, clip: Clip) -> Gain:
@@ -120,7 +120,7 @@ def _wrong_gain(gain: object, terms: LossTerms) -> str:
             return f"its {field} is {type(value).__name__}, not a tensor"
         if value.shape != shape:
             return (
-                f"its {field} has the shape {[*value.shape]}, not {[*shape]}, that of "
+                f"its {field} has the shape {[*value.shape]}, not {[*shape]}, the shape of "
                 "terms.logprobs_BS: one value for each token"
             )
     if terms.logprobs_BS.requires_grad and not gain.value_BS.requires_grad:
@@ -135,9 +135,9 @@ def _wrong_gain(gain: object, terms: LossTerms) -> str:
 def grpo(terms: LossTerms, clip: Clip) -> Gain:
     """min(r A, clip(r, 1 - low, 1 + high) A) with r = pi / old of each token.
 
-    GRPO, arXiv 2402.03300, equation 3, whose part without the KL term is PPO's objective (arXiv
-    1707.06347, equation 7). With a high above the low it is "clip-higher" of DAPO (arXiv
-    2503.14476, section 3.1). Dual clip is from arXiv 1912.09729, equation 5.
+    This is equation 3 of GRPO (arXiv 2402.03300) without its KL term, and so PPO's objective (arXiv
+    1707.06347, equation 7). With `high` above `low` it is "clip-higher" of DAPO (arXiv 2503.14476,
+    section 3.1). Dual clip is from arXiv 1912.09729, equation 5.
     """
     ratio_BS = terms.log_ratio_BS.exp()
     return Gain(_clipped(ratio_BS, terms.advantages_BS, clip), ratio_BS, "gain")

@@ -115,7 +115,7 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ),
     (
         {"rollouts_shuffle": 1, "micro_batch_size": 1, "rollouts_pack": True},
-        "--rollouts-shuffle 1 needs --calculate-per-token-loss, .*: here those of a pack are",
+        "--rollouts-shuffle 1 needs --calculate-per-token-loss, .*: here the rollouts of a pack",
     ),
     (
         {"rollouts_shuffle": 1, **TOKENS, **AUX},

@@ -117,7 +117,10 @@ WRONG: dict[str, tuple[Callable[[LossTerms], object], str]] = {
     "nothing": (lambda terms: None, "it must return a Gain of megatron_r3: it returned NoneType"),
     "tensor": (lambda terms: terms.logprobs_BS, "it returned Tensor"),
     "number": (lambda terms: Gain(0.0, terms.log_ratio_BS), "its value_BS is float, not a tensor"),
-    "column": (of_one_token, r"its value_BS has the shape \[1, 1\], not \[1, 3\], that of terms"),
+    "column": (
+        of_one_token,
+        r"its value_BS has the shape \[1, 1\], not \[1, 3\], the shape of terms",
+    ),
     "row": (
         lambda terms: Gain(terms.logprobs_BS.sum(0), terms.log_ratio_BS),
         r"its value_BS has the shape \[3\], not \[1, 3\]",
