@@ -56,7 +56,7 @@ def main(argv: list[str]) -> None:
 
 
 def describe_one_process() -> None:
-    """Set the variables that torchrun sets, if they are not set: this process is the only rank."""
+    """Set the variables that torchrun would set for a single rank, where they are not set."""
     for name, value in describe_rank(0, 1, free_port()).items():
         os.environ.setdefault(name, value)
 
@@ -64,9 +64,9 @@ def describe_one_process() -> None:
 def threads_of_a_rank() -> int:
     """How many threads torch uses in this rank: several ranks share the cores evenly.
 
-    A rank that is alone obeys OMP_NUM_THREADS (the first number of a list): where other programs
-    use the same cores, spinning threads make a step many times slower. With several ranks torchrun
-    itself sets OMP_NUM_THREADS to 1, so the variable does not tell what the user wants.
+    A single rank takes OMP_NUM_THREADS threads (the first number of a list) if the variable is set:
+    on cores that other programs use too, more threads can make a step many times slower. With
+    several ranks torchrun itself sets the variable to 1, so it does not tell what the user wants.
     """
     ranks = int(os.environ["LOCAL_WORLD_SIZE"])
     given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()

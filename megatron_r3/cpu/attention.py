@@ -22,8 +22,8 @@ from megatron_r3.cpu.errors import NotEmulated
 def zigzag(length: int, cp_size: int, cp_rank: int) -> torch.Tensor:
     """The positions of a sequence that a CP rank holds.
 
-    The sequence has 2*CP chunks; rank r holds chunk r and, counted from the end, chunk r. Later
-    tokens attend to more tokens, so an early chunk and a late one give every rank the same work.
+    The sequence has 2*CP chunks. Rank r holds chunk r from the start and chunk r from the end.
+    Later tokens attend to more tokens, so an early and a late chunk give every rank the same work.
     Example: 8 tokens, CP 2, four chunks of two. Rank 0 holds the first and the last chunk,
     positions 0, 1, 6, 7; rank 1 holds 2, 3, 4, 5.
 
@@ -96,7 +96,9 @@ def _thd_mask_QZ(packed: Any, tokens: int, cp_size: int, cp_rank: int) -> torch.
         lambda rank: thd_index(bounds.tolist(), cp_size, rank), cp_size, cp_rank
     )
     if queries_Q.numel() != tokens:
-        raise NotEmulated(f"cu_seqlens covers {queries_Q.numel()} of a rank's {tokens} tokens")
+        raise NotEmulated(
+            f"cu_seqlens says {queries_Q.numel()} tokens for a rank that has {tokens}"
+        )
     # the sequence of each token: with bounds [0, 4, 12] tokens 0 to 3 are in 1, 4 to 11 in 2
     sequence_Q = torch.searchsorted(bounds, queries_Q, right=True)
     sequence_Z = torch.searchsorted(bounds, keys_Z, right=True)

@@ -74,7 +74,7 @@ class Stream(_Done):
         return 0
 
     def record_event(self, event: Event | None = None) -> Event:
-        """Record `event`, or a new one."""
+        """Record `event`, or a new event if it is None; return the event."""
         event = event or Event()
         event.record(self)
         return event
@@ -88,7 +88,7 @@ class Device(contextlib.nullcontext):
 
 
 class Properties:
-    """The properties of a Hopper GPU, so that Megatron refuses nothing as too new for the GPU."""
+    """The properties of a Hopper GPU, so that Megatron refuses no feature as too new."""
 
     name, major, minor, multi_processor_count, total_memory = "cpu", 9, 0, 1, _MEMORY
 
@@ -193,7 +193,7 @@ def _does_something(name: str, value: Any) -> bool:
 
 
 def _refusal(name: str, value: Any) -> Any:
-    """A function that raises NotEmulated; for a class (so that isinstance works), such a class."""
+    """A function that raises NotEmulated; for a class, a class that raises it when it is called."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise NotEmulated(f"torch.cuda.{name} is not emulated on the CPU")

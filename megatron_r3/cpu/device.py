@@ -69,7 +69,7 @@ class CudaToCpu(TorchFunctionMode):
 def _tensor_type(
     func: Any, tensor: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
-    """Tensor.type(): report and accept type names as CUDA's, such as torch.cuda.FloatTensor."""
+    """Tensor.type() with CUDA's names of types, such as torch.cuda.FloatTensor."""
     if dtype is None:
         name = func(tensor)
         return name if name.startswith("torch.cuda.") else name.replace("torch.", "torch.cuda.", 1)
@@ -107,7 +107,10 @@ def install() -> None:
     _cover_threads()
     CudaToCpu().__enter__()
     if not torch.empty(1).is_cuda:
-        raise InstallError(f"torch {torch.__version__} does not show is_cuda to a function mode")
+        raise InstallError(
+            f"torch {torch.__version__} does not show is_cuda to a function mode: install another "
+            "version of torch"
+        )
     _state["installed"] = True
 
 

@@ -1,4 +1,4 @@
-"""The errors of megatron_r3.cpu, and what caused an error: the user, or another rank."""
+"""The errors of megatron_r3.cpu, and whether the user or another rank caused an error."""
 
 from __future__ import annotations
 

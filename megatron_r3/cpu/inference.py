@@ -162,8 +162,9 @@ class _CpuGenerator(_Generator, metaclass=_AnyGenerator):
 def _let_gloo_write_into_buffers() -> None:
     """Allocate the buffers of collectives outside of inference mode.
 
-    torch refuses to write into a tensor of inference mode from outside of that mode. gloo does so:
-    it writes after the call has returned. NCCL writes on the device, where torch does not check.
+    torch refuses to write into a tensor of inference mode from outside of that mode. gloo writes
+    after the call has returned, and so from outside. NCCL writes on the device, where torch checks
+    nothing.
     """
     from megatron.core.utils import GlobalMemoryBuffer
 

@@ -53,7 +53,7 @@ def install() -> None:
     Call it before anything imports Megatron, which must be importable. A second call does nothing.
 
     Raises:
-        InstallError: torch has a GPU here, or Megatron is not importable.
+        InstallError: Megatron is not importable; or as `device.install`.
     """
     if _state["installed"]:
         return
@@ -119,7 +119,7 @@ def _start_in_a_thread(manager: Any) -> None:
 
 
 class _Install:
-    """A value that calls `install` when it is unpickled: pickle calls what `__reduce__` names."""
+    """A value that calls `install` when it is unpickled, because `__reduce__` returns that call."""
 
     def __reduce__(self) -> tuple[Callable[..., None], tuple[list[str]]]:
         return _install_in_child, (list(sys.path),)

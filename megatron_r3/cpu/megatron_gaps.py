@@ -87,7 +87,7 @@ def _define(module: ModuleType, **names: Any) -> None:
 
 
 def _define_names_in_moe_utils() -> None:
-    """Define te_general_gemm: 0.16 compares it with None even where its import from TE failed."""
+    """Define te_general_gemm: 0.16 compares this name with None even without TE."""
     moe_utils = _import("megatron.core.transformer.moe.moe_utils")
     if moe_utils is not None:
         _define(moe_utils, te_general_gemm=None)
@@ -159,7 +159,7 @@ def _define_linear_in_mla() -> None:
 
 
 def _skip_fused_kernels() -> None:
-    """Make Megatron compile no CUDA kernels: up to 0.16 a training first runs nvcc for some."""
+    """Make Megatron compile no CUDA kernels: up to 0.16 a training first compiles some by nvcc."""
     fused_kernels = _import("megatron.legacy.fused_kernels")
     if fused_kernels is not None:
         fused_kernels.load = lambda args: None  # type: ignore[attr-defined]

@@ -37,7 +37,7 @@ class RolloutDataset(torch.utils.data.Dataset):
 
     With one epoch and no seed, sample i is rollout (i - `use.start`) modulo the number of rollouts,
     in store order. With several epochs or a seed, `use.schedule` says which rollout sample i is. A
-    training input is tokens[:-1]: its N - 1 tokens are exactly those that have rows in the store.
+    training input is tokens[:-1]: exactly these N - 1 tokens have rows in the store.
 
     Args:
         store: the rollouts; none has more than `seq_length + 1` tokens.
@@ -59,7 +59,7 @@ class RolloutDataset(torch.utils.data.Dataset):
         self._take(store.index)
 
     def _take(self, index: Index) -> None:
-        """Take what each rollout has once, and compute advantages, from the shards of an index."""
+        """Take rewards and versions of all rollouts from an index, and compute their advantages."""
         columns, groups = index.columns, index.groups()
         self.reward, self.version = columns["reward"], columns["policy_version"]
         self.newest = columns["newest_version"]
@@ -230,7 +230,7 @@ class FollowedRollouts(RolloutDataset):
         return super().of_store(sample)
 
     def rollouts_of(self, samples: range) -> list[int]:
-        """Wait for the rollouts of these samples, and return their indices: the samples' numbers.
+        """Wait for the rollouts of these samples, and return their indices, the samples' numbers.
 
         Other ranks use some of these rollouts, so this rank may not have seen their shards yet.
 
@@ -264,7 +264,7 @@ class FollowedRollouts(RolloutDataset):
 
 
 class PackedRollouts(RolloutDataset):
-    """Packs of rollouts as samples: a sample is a pack where it is a rollout in a RolloutDataset.
+    """Packs of rollouts as samples: sample i is pack i where a RolloutDataset has rollout i.
 
     A pack has the next rollouts in store order, as many as fit into `seq_length`. Each rollout is
     padded on the right to a multiple of `align`. If that leaves room, a last document, which is

@@ -50,7 +50,7 @@ def build_model(args: Any) -> torch.nn.Module:
 
 
 def build_models(args: Any) -> list[torch.nn.Module]:
-    """This rank's model chunks, not in DistributedDataParallel; in Float16Module for fp16 or bf16.
+    """This rank's model chunks, in Float16Module for fp16 or bf16; not in DistributedDataParallel.
 
     Args:
         args: what `initialize` returned.

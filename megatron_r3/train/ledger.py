@@ -131,7 +131,7 @@ class Ledger:
         return self.options.use.schedule.used(self.consumed() + more)
 
     def _continues(self, last: dict[str, Any]) -> bool:
-        """Whether this store is the one of the entry `last`, even if shards are lost or changed.
+        """Whether the entry `last` is about this store, even if shards are lost or changed.
 
         A store is the same if one of its directories has the same path or, after a move, one of its
         shards has the same content.

@@ -40,8 +40,8 @@ class Prepared:
     Attributes:
         batch: the fields that the model and the loss take.
         rollouts: the indices in the store of the whole micro-batch's rollouts.
-        routes: None where no layer replays or is compared.
-        plan: None where the dispatchers have to learn their sizes on the device.
+        routes: of the chunk's layers; None where no layer replays or is compared.
+        plan: the dispatch plan; None where the dispatchers have to learn their sizes on the device.
         kept: the kept sets of the labels, in the order of the batch; None where this rank's loss
             needs none.
     """

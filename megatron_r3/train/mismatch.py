@@ -172,7 +172,7 @@ def _share(wrong_and_of: np.ndarray, layers: int) -> Share:
 
 
 def scalars_of(tables: Tables) -> dict[str, float]:
-    """The values to log, by name. A share of which nothing was compared is left out, not 0."""
+    """The values to log, by name. A share for which nothing was compared is left out."""
     if not tables.layers:
         return {}
     newest = max(tables.versions)
@@ -203,7 +203,7 @@ class StepAlarms:
     def look(self, tables: Tables) -> tuple[int, list[Alarm]]:
         """How many alarms a step has, and the alarms that the step of the last call did not have.
 
-        An alarm means that most tokens differ, or that some differ far more than others.
+        `table_alarms` decides what raises an alarm.
         """
         alarms = table_alarms(tables, model="the trainer")
         new = [alarm for alarm in alarms if alarm.cause not in self._before]

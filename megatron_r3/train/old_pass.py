@@ -1,8 +1,8 @@
 """The pass of the old policy over a collection, before the first update on the collection.
 
-The pass is forward only. It uses the weights of that moment and the training's layout, and replays
-the rollouts' routes where the updates will. `OldPolicy` keeps the log-probs and routes that the
-pass finds.
+The pass is forward only. It uses the weights of that moment and the training's layout. A token
+replays the route of its rollout if it will do so in the updates, else it routes live. `OldPolicy`
+keeps the log-probs and routes that the pass finds.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ class OldPolicy:
         return self._route_tables[layer].of_rows(rows_T, f"old routes of layer {layer}")
 
     def write(self, folder: Path, rank: int, about: dict[str, str], number: str) -> None:
-        """Write this rank's record into a folder of the collection.
+        """Write this rank's record into the folder of the collection.
 
         A file gets its name only when it is complete.
 

@@ -98,10 +98,10 @@ def place_of_this_rank(micro_batch: int) -> Place:
 
 
 def shared_out(store: RolloutStore, place: Place, check: Callable[[Shard], None]) -> None:
-    """Check every shard of the store on one rank each; all ranks end if a shard is wrong.
+    """Check each shard of the store on one of the ranks; all ranks end if a shard is wrong.
 
     Args:
-        place: of this rank.
+        place: the place of this rank.
         check: reads a shard, and raises a ValueError for what is wrong.
     """
     wrong, mine = None, place.shards(store.index.first_rollout)

@@ -48,9 +48,9 @@ def open_store(options: RolloutOptions, place: Place | None = None) -> RolloutSt
             trains alone, before there is a process group.
 
     Raises:
-        ValueError: a shard cannot be read, or cannot be trained on as the options ask; or there is
-            nothing to replay or to learn. The message names the shard, and the rollout and token
-            where there is one.
+        ValueError: a shard cannot be read, or cannot be trained on as the options ask; there is
+            nothing to replay or to learn; or the first rollout does not come in time. With a
+            `place`, all ranks end instead, unless the wait for the first rollout raises.
     """
     as_read = options.follow_s is not None or options.checks_as_read
     store = _opened(options, place)

@@ -116,7 +116,8 @@ class Option:
             look: gives the value of an option in them, and whether it is set.
 
         Raises:
-            ValueError: naming the option, its value and the other option.
+            ValueError: the message names the option and its value, and the other option if there
+                is one.
         """
         given = getattr(args, self.name, None)
         if given is None or given in self.nothing or (self.field and given == self.default):

@@ -252,7 +252,8 @@ BY_NAME = {option.name: option for option in OPTIONS}
 def look(args: Any, name: str) -> tuple[Any, bool]:
     """The value of an option, and whether the option is set.
 
-    An option of ours is set if its value is not the default, Megatron's if its value is true.
+    An option of this table is set if its value is not the default, and any other option of Megatron
+    is set if its value is true.
     """
     given = getattr(args, name, None)
     if name not in BY_NAME:  # Megatron's
@@ -321,7 +322,7 @@ def refuse_without_rollouts(args: Any) -> None:
         args: Megatron's arguments, with `rollouts` None.
 
     Raises:
-        ValueError: naming the option.
+        ValueError: such an option is given; the message names it.
     """
     of_rollouts = {f"moe_router_replay_{name}" for name in _READ_WITH_ROLLOUTS}
     for option in OPTIONS:

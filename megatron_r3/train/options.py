@@ -35,7 +35,7 @@ _NOT_WITH_OLD_PASS = {
 
 
 def document_multiple(context_parallel: int) -> int:
-    """The number of tokens to a multiple of which each rollout of a pack is padded.
+    """How long padding makes each rollout of a pack: a multiple of this number of tokens.
 
     Context parallelism cuts each document into 2 * CP pieces of one length: CP 4 pads 13 input
     tokens to 16.
@@ -136,7 +136,7 @@ class RolloutOptions:
 
     @property
     def replays_routes(self) -> bool:
-        """Whether any token may replay a route; else all route live, and are only compared."""
+        """Whether any token may replay a route; else all tokens route live."""
         return self.replay and self.use.source != "live"
 
     @property

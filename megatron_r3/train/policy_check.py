@@ -88,10 +88,10 @@ class PolicyCheck:
         The trainer's own routers do not show this, because updates may have changed them since. The
         training has published the policy if it has reached the shard's version, and the routers in
         the version's folder have the shard's digests. Example: with an interval of 2, at iteration
-        5, versions 0 to 2 are published; a folder of version 3 is another training's.
+        5, versions 0 to 2 are published; a folder of version 3 belongs to another training.
 
         Args:
-            number: of the shard.
+            number: the shard's place in the store.
             stamp: the shard's router digests.
         """
         shard, publish = self.store.shards[number], self.options.publish

@@ -1,7 +1,8 @@
 """The reference policy of a KL term: a pass over each collection, with weights of its own.
 
 The reference has the trainer's shape and layout. Its weights lie on the host, and change places
-with the trainer's for the pass. The pass routes live, because the reference has routes of its own.
+with the trainer's weights for the pass. The pass routes live, because no rollout has routes of the
+reference.
 """
 
 from __future__ import annotations

@@ -17,10 +17,10 @@ SILENCE_S = 30.0  # how long the other ranks wait
 def refuse(message: str, speaks: bool | None = None, repeats: bool = True) -> NoReturn:
     """End this process for a user's mistake: one line, status 1, no traceback.
 
-    Usually all ranks find the same mistake, and one line is enough: one rank prints the line and
-    exits at once, and then the launcher ends all ranks. The other ranks wait SILENCE_S before they
-    exit. If the launcher does not end a rank in that time, the rank has found a mistake that no
-    other rank has printed, and prints it.
+    Usually all ranks find the same mistake, and one line a node is enough. So one rank of each node
+    prints the line and exits at once, and then the launcher ends all ranks. Any other rank first
+    waits SILENCE_S. If the launcher has not ended the rank by then, the rank may have found a
+    mistake that no other rank has printed, so it prints the line too.
 
     Args:
         message: what is wrong, what was expected, and what to do.

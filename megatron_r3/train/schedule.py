@@ -14,7 +14,7 @@ STORED = "stored"  # advantages that the store brings
 
 @dataclass(frozen=True)
 class Place:
-    """Where in a training an optimizer step is; each number counts from 0."""
+    """The place of an optimizer step in a training; each number counts from 0."""
 
     collection: int
     epoch: int
@@ -82,8 +82,8 @@ class Schedule:
     def used(self, consumed: int) -> int:
         """How many samples of the store are among the first `consumed` samples of the training.
 
-        These are the first samples of the store. With a seed that is so only after whole optimizer
-        steps.
+        These are the first samples of the store. With a seed they are the first ones only if
+        `consumed` is a number of whole optimizer steps.
         """
         if not consumed:
             return 0

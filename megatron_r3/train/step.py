@@ -61,10 +61,10 @@ class StepHook(Protocol):
     """What a training calls before each step and after the last step (`loop/publish.py`)."""
 
     def begin(self, models: list[Any], iteration: int) -> None:
-        """Called once the checkpoint is loaded, and before each step's passes, on all ranks."""
+        """Called on all ranks, when the checkpoint is loaded and before the passes of each step."""
 
     def end(self, iteration: int) -> None:
-        """Called after the last step, on all ranks."""
+        """Called on all ranks after the last step."""
 
 
 @dataclass
@@ -318,7 +318,8 @@ class RolloutStep:
     def _measures(self) -> bool:
         """Whether this iteration measures the mismatch.
 
-        The first iteration of a run does, and each `mismatch_interval`-th; none if that is 0.
+        The first iteration of a process does, and each iteration with a number (from 1) that
+        `mismatch_interval` divides. No iteration does if `mismatch_interval` is 0.
         """
         iteration, interval = self.progress.iteration, self.options.mismatch_interval
         if self._first_iteration is None:
@@ -383,7 +384,7 @@ class RolloutStep:
         return loss, count, report
 
     def _old_logprobs(self, batch: dict[str, Tensor], host: dict[str, Tensor]) -> Tensor | None:
-        """The old policy's log-probs `[B, S]`; None if this step's own pass gives them."""
+        """The old policy's log-probs `[B, S]`; None if the step's own forward pass gives them."""
         if not self.options.trainer_is_old:
             return batch["sampled_logprobs"]
         if self.old_pass is None:

@@ -31,7 +31,8 @@ def read_loss(args: Any) -> LossOptions:
     """The loss that Megatron's validated arguments ask for.
 
     Raises:
-        ValueError: naming the option.
+        ValueError: an option is impossible, or the user's module cannot be imported; the message
+            names the option.
     """
     if args.rollouts_loss_module is not None:
         _import_losses(args.rollouts_loss_module)
@@ -100,7 +101,7 @@ def refuse_update(args: Any) -> None:
     """Refuse a seed, log file, reference or coefficient that could not do what its option says.
 
     Raises:
-        ValueError: naming the options.
+        ValueError: the message names the options.
     """
     _refuse_shuffle(args)
     _refuse_log(args.rollouts_log)
@@ -204,7 +205,7 @@ def _refuse_other_divisor(args: Any, aggregation: str, correction: CorrectionOpt
 
 
 def _other_losses(args: Any) -> list[str]:
-    """Which losses Megatron adds to the policy loss, by the options that turn them on.
+    """The losses that Megatron adds to the policy loss, as the options that turn them on.
 
     With --calculate-per-token-loss Megatron multiplies these losses (auxiliary losses and z-loss of
     routers, the loss of MTP layers) by the number of tokens, because it later divides all gradients

@@ -87,14 +87,14 @@ def _pairs(hashes_P: np.ndarray, experts_P: np.ndarray) -> np.ndarray:
 def matches(
     expected: np.ndarray, ignored: np.ndarray, received: np.ndarray, weightless: np.ndarray
 ) -> tuple[int, int]:
-    """Compare multisets of (hash, expert) pairs, `[P, 2]`: those recorded and those that arrived.
+    """Compare multisets of (hash, expert) pairs, `[P, 2]`: the recorded and the arrived pairs.
 
     Args:
         expected: pairs of recorded tokens, as the store says.
         ignored: pairs of padding and of tokens without a recorded route, as they were sent.
         received: what the experts got.
-        weightless: the pairs of `received` with weight 0: padding of a sequence, or what fills an
-            expert up for quantization. A weightless pair is left out if it was not recorded.
+        weightless: the pairs of `received` with weight 0: padding of a sequence, or padding of an
+            expert's tokens for quantization. A weightless pair is left out if it was not recorded.
 
     Returns:
         How many recorded pairs arrived; and how many pairs were recorded, or how many arrived if

@@ -18,7 +18,7 @@ AGGREGATIONS = ("token-mean", "sequence-mean", "fixed-length")
 
 @dataclass(frozen=True)
 class Average:
-    """A sum over this rank's tokens, and what the sum over all ranks is divided by.
+    """A sum over this rank's tokens, and the divisor of the sum over all ranks.
 
     Attributes:
         sum: a scalar, with gradient.
@@ -43,7 +43,7 @@ def average(
     fixed-length: the sum over all tokens / `fixed_length` / the number of rollouts (Dr.GRPO, arXiv
         2503.20783, section 3.2).
 
-    A rollout without a token that counts does not count as a rollout.
+    A rollout in which no token counts is not in the number of rollouts.
 
     Args:
         losses_BS: with gradient.

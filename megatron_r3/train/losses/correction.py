@@ -2,8 +2,8 @@
 
 A correction gives each token a weight, by which the gain of the policy loss is multiplied after its
 clipping. The weight is computed from w = old / mu: a token's probability under the old policy
-divided by that under the sampler. The current policy is not in w, so a token's weight has no
-gradient, and is the same in all updates on a collection.
+divided by its probability under the sampler. The current policy is not in w, so a token's weight
+has no gradient, and is the same in all updates on a collection.
 
 Shape suffixes (docs/glossary.md): B, M, S.
 """

@@ -52,7 +52,7 @@ class Update:
     """What the loss of one micro-batch was computed from, for the metrics.
 
     Attributes:
-        agreement: of the trainer with the sampler, sums over response tokens (`agreement_sums`).
+        agreement: how far trainer and sampler agree (`agreement_sums`).
         reference_kl_BS: the KL of each token from the trainer to the reference, no gradient; None
             without a reference.
     """

@@ -26,14 +26,14 @@ PLACES = ("loss", "advantage")
 
 @dataclass(frozen=True)
 class PenaltyOptions:
-    """The coefficients of the KL term and the entropy term; a term is off if its own is None.
+    """The KL term and the entropy term; a term is off if its coefficient is None.
 
     Attributes:
-        kl: what the KL of a token is multiplied by; 0 measures the KL alone.
+        kl: the coefficient of the KL of a token; with 0 the KL is only measured.
         kl_estimator: a name of `KL_ESTIMATORS`.
         kl_place: "loss": the loss of a token grows by kl times its KL, with gradient.
             "advantage": the advantage of a token falls by kl times its KL under the old policy.
-        entropy: what the entropy of a token is multiplied by; the loss falls by the product.
+        entropy: the coefficient of the entropy of a token; the loss falls by the product.
     """
 
     kl: float | None = None
@@ -63,7 +63,7 @@ def lower_advantages(terms: LossTerms, options: PenaltyOptions) -> LossTerms:
 
 
 def penalty(terms: LossTerms, options: PenaltyOptions) -> Tensor:
-    """The sum of the KL term and the entropy term of each token's loss, `[B, S]`."""
+    """The KL term of each token, if it is in the loss, plus the entropy term, `[B, S]`."""
     added_BS = torch.zeros_like(terms.logprobs_BS)
     if options.kl and options.kl_place == "loss":
         kl_BS = reference_kl(terms, terms.logprobs_BS, options.kl_estimator)

@@ -30,11 +30,12 @@ from megatron_r3.train.losses.terms import LossTerms
 
 @dataclass(frozen=True)
 class Clip:
-    """Where the policy ratio is clipped: 1 - low, 1 + high, and for A < 0 at `dual` (None: never).
+    """The bounds of the policy ratio, 1 - low and 1 + high, and the constant of dual clip.
 
     Attributes:
         low, high: above 0. A low of 1 is no bound, because a ratio is positive.
-        dual: the c of dual clip, above 1: a token with a negative advantage loses at most c |A|.
+        dual: above 1: a token with a negative advantage A loses at most dual * |A|. None: no dual
+            clip.
     """
 
     low: float = 0.2

@@ -68,15 +68,16 @@ class LossTerms:
     """What a loss and a correction see of one micro-batch; tensors are `[B, S]` and float32.
 
     Attributes:
-        logprobs_BS: the trainer's, with gradient.
-        old_logprobs_BS: of the policy from which the update starts, without gradient.
-        sampled_logprobs_BS: the sampler's.
+        logprobs_BS: log-probs of the trainer, with gradient.
+        old_logprobs_BS: log-probs of the policy from which the update starts, without gradient.
+        sampled_logprobs_BS: log-probs of the sampler.
         advantages_BS: one value for all response tokens of a rollout, minus the KL term of the
             token with `kl_place` "advantage"; 0 outside of responses.
         mask_BS: 1 on the response tokens that the loss counts, else 0.
         sequences: which rollout each token belongs to.
-        reference_logprobs_BS: the reference's, without gradient; None without a KL term.
-        entropy_BS: of the trainer's distribution, with gradient; None without an entropy term.
+        reference_logprobs_BS: log-probs of the reference, without gradient; None without a KL term.
+        entropy_BS: the entropy of the trainer's distribution, with gradient; None without an
+            entropy term.
     """
 
     logprobs_BS: Tensor
