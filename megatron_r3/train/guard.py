@@ -207,8 +207,8 @@ def _weight(untaken: bool, places_J: Tensor, gradient: Tensor, rank: int, size: 
 
     Untaken routes have the largest numbers, then come losses, then gradients, because a loss that
     is not finite gives gradients that are not finite. Of ranks with the same kind of fault the
-    lowest rank reports. Example with 4 ranks: rank 1 has a wrong gradient (4 - 1 = 3) and rank 2 a wrong loss
-    (2 * 4 - 2 = 6), so rank 2 reports.
+    lowest rank reports. Example with 4 ranks: rank 1 has a wrong gradient (4 - 1 = 3) and rank 2 a
+    wrong loss (2 * 4 - 2 = 6), so rank 2 reports.
     """
     weight = torch.where(torch.isfinite(gradient), 0, size - rank)
     weight = torch.where((places_J >= 0).any(), 2 * size - rank, weight)

@@ -59,7 +59,7 @@ class StepMetrics:
         self._started = 0.0
 
     def start(self) -> None:
-        """Start the clock of the step, at its first micro-batch; later calls do nothing."""
+        """Start the clock at the step's first micro-batch; later calls in the step do nothing."""
         self._started = self._started or time.monotonic()
 
     def add(self, chunk: int, microbatch: MicrobatchRoutes, places: Places) -> None:
