@@ -184,7 +184,7 @@ def install() -> None:
 
 
 def _does_something(name: str, value: Any) -> bool:
-    """Whether `torch.cuda.name` is defined in torch.cuda and acts on a device when called."""
+    """Whether a public name of torch.cuda is torch's own and acts on a device when it is called."""
     own = (getattr(value, "__module__", None) or "").startswith("torch.cuda")
     if name.startswith("_") or name in _UNTOUCHED or not own or not callable(value):
         return False
@@ -193,7 +193,7 @@ def _does_something(name: str, value: Any) -> bool:
 
 
 def _refusal(name: str, value: Any) -> Any:
-    """A function that raises NotEmulated; for a class, a class that raises it when it is called."""
+    """A function that raises NotEmulated; for a class, a class that raises NotEmulated when called."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise NotEmulated(f"torch.cuda.{name} is not emulated on the CPU")

@@ -138,7 +138,10 @@ class StepGuard:
             refuse(f"{message}. Iteration {iteration} changed no weight", heaviest == own)
 
     def _largest_gradient(self, models: list[Any], device: Any) -> Tensor:
-        """The largest absolute gradient on this rank; NaN if any is not finite, 0 if `scaled`."""
+        """The largest absolute gradient on this rank; NaN if any is not finite.
+
+        It is 0 if `scaled`, or if the rank has no gradient.
+        """
         largest = [
             torch.linalg.vector_norm(gradient, ord=float("inf")).float()
             for model in models

@@ -210,7 +210,7 @@ class Ledger:
                     before = entry["directories"][0]
                     shard = self.store.shards[int((index.table["info"] == place).argmax())]
                     raise StoreError(
-                        f"{shard.path}: sampled from the policy of {before}, which this training "
-                        "has updated since: sample from the new policy, or give "
-                        "--rollouts-policy any"
+                        f"{shard.path}: sampled from the same policy as {before}, and this "
+                        "training has updated that policy since: sample from the new policy, or "
+                        "give --rollouts-policy any"
                     )

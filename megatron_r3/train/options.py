@@ -59,8 +59,8 @@ class RolloutOptions:
             any number.
         pack: whether a sample is a pack of rollouts (THD).
         loss: the policy loss.
-        trainer_is_old: whether the trainer, at the start of a collection, is the old policy; else
-            the sampler is.
+        trainer_is_old: whether the trainer at the start of a collection is the old policy; else
+            the sampler is the old policy.
         use: in which order the rollouts are used, their advantages, the source of their routes.
         save_directory, load_directory: --save and --load; None if the option is not given.
         checkpoint_directories: all directories in which a checkpoint of this training may lie.

@@ -1,10 +1,10 @@
 """Refuse rollouts of another policy than the policy from which training starts.
 
 A shard has digests of the sampler's routers (`megatron_r3.data.fingerprint`). When rollouts with
-new digests are first used, the digests must be those of this rank's own routers, or of a policy
-that this training has published. After the first update the trainer's weights differ from the
-sampler's, so digests that were accepted once stay accepted. --rollouts-max-lag bounds the age of
-rollouts.
+new digests are first used, the digests must equal the digests of this rank's own routers, or of a
+policy that this training has published. After the first update the trainer's weights differ from
+the sampler's weights, so digests that were accepted once stay accepted. --rollouts-policy any turns
+this check off. --rollouts-max-lag bounds the age of rollouts.
 """
 
 from __future__ import annotations

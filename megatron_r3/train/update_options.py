@@ -187,20 +187,20 @@ def _read_aggregation(args: Any, loss: str) -> tuple[str, int]:
 
 
 def _refuse_other_divisor(args: Any, aggregation: str, correction: CorrectionOptions) -> None:
-    """Refuse Megatron's other losses if the policy loss is not divided by all response tokens."""
+    """Refuse Megatron's other losses beside a policy loss with another divisor than its tokens."""
     others = _other_losses(args) if args.calculate_per_token_loss else []
     if not others:
         return
     if aggregation != "token-mean":
         option, divisor = f"--rollouts-aggregation {aggregation}", "the number of rollouts"
     elif correction.name == "mask":
-        option, divisor = "--rollouts-correction mask", "the tokens that are left"
+        option, divisor = "--rollouts-correction mask", "the number of tokens left"
     else:
         return
     raise ValueError(
         f"{option}: not together with --calculate-per-token-loss and {others[0]}: Megatron would "
-        f"divide that loss, too, by {divisor} instead of by all response tokens; leave one of the "
-        "three out"
+        f"divide that loss, too, by {divisor} instead of the number of response tokens; leave one "
+        "of the three out"
     )
 
 

@@ -105,7 +105,7 @@ def test_a_policy_that_was_trained_on_before_is_refused_where_routers_say_nothin
     write_shard(tmp_path / "new", new, shards[3])
     saved = half(patched, policy, tmp_path / "old", tmp_path)
     told = fails(patched, resumed(policy, tmp_path / "stale", saved))
-    assert "which this training has updated since: sample from the new policy" in told
+    assert "this training has updated that policy since: sample from the new policy" in told
     fresh = resumed(policy, tmp_path / "new", saved)
     patched.run(train, 1, fresh, timeout_s=120)
 

@@ -18,7 +18,7 @@ AGGREGATIONS = ("token-mean", "sequence-mean", "fixed-length")
 
 @dataclass(frozen=True)
 class Average:
-    """A sum over this rank's tokens, and the divisor of the sum over all ranks.
+    """A sum over this rank's tokens, and the divisor of the sum over the ranks of its CP group.
 
     Attributes:
         sum: a scalar, with gradient.

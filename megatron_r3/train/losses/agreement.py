@@ -21,11 +21,11 @@ def agreement_sums(logprobs: Tensor, sampled_logprobs: Tensor, mask: Tensor) -> 
         abs_dlogp: |log r|.
         bounded_ratio: tokens with |log r| of at least LOG_RATIO_BOUND.
 
-    k3_kl is computed from the bounded log r (`bounded_log_ratio`), so its sum is finite.
+    k3_kl is computed from the bounded log r (`bounded_log_ratio`), so no token makes it infinite.
 
     Args:
-        logprobs: the trainer's, float32.
-        sampled_logprobs: the sampler's, of the same shape.
+        logprobs: log-probs of the trainer, float32.
+        sampled_logprobs: log-probs of the sampler, of the same shape.
         mask: 1 on response tokens, else 0.
 
     Returns:

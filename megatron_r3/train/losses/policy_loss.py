@@ -136,9 +136,9 @@ def _wrong_gain(gain: object, terms: LossTerms) -> str:
 def grpo(terms: LossTerms, clip: Clip) -> Gain:
     """min(r A, clip(r, 1 - low, 1 + high) A) with r = pi / old of each token.
 
-    This is equation 3 of GRPO (arXiv 2402.03300) without its KL term, and so PPO's objective (arXiv
-    1707.06347, equation 7). With `high` above `low` it is "clip-higher" of DAPO (arXiv 2503.14476,
-    section 3.1). Dual clip is from arXiv 1912.09729, equation 5.
+    A token has this term in equation 3 of GRPO (arXiv 2402.03300), beside the KL term, and in PPO's
+    objective (arXiv 1707.06347, equation 7). With `high` above `low` it is "clip-higher" of DAPO
+    (arXiv 2503.14476, section 3.1). Dual clip is from arXiv 1912.09729, equation 5.
     """
     ratio_BS = terms.log_ratio_BS.exp()
     return Gain(_clipped(ratio_BS, terms.advantages_BS, clip), ratio_BS, "gain")

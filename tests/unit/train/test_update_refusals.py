@@ -75,7 +75,7 @@ REFUSED: list[tuple[dict[str, object], str]] = [
             (
                 {"rollouts_correction": "mask", **TRAINER},
                 "--rollouts-correction mask",
-                "the tokens that are left",
+                "the number of tokens left",
             ),
         )
         for more, option in (
