@@ -193,7 +193,7 @@ def _does_something(name: str, value: Any) -> bool:
 
 
 def _refusal(name: str, value: Any) -> Any:
-    """A function that raises NotEmulated; for a class, a class that raises NotEmulated when called."""
+    """A function that raises NotEmulated; for a class, a class that does so when it is called."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise NotEmulated(f"torch.cuda.{name} is not emulated on the CPU")
