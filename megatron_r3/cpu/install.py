@@ -109,7 +109,7 @@ def _start_in_a_thread(manager: Any) -> None:
     """Run the server of a `multiprocessing.Manager()` as a thread of this process.
 
     Megatron starts a manager at each checkpoint, for a queue. By default Python runs the manager's
-    server as a process, which would import the script again: six seconds of CPU.
+    server as a process, which would import the script again, and that takes seconds.
     """
     server = manager.get_server()
     threading.Thread(target=server.serve_forever, daemon=True).start()

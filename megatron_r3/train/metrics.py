@@ -51,7 +51,7 @@ class StepMetrics:
         self.update = UpdateMetrics()
         self.measures_update = False
         self.begins_collection = True
-        # by the number of the model chunk
+        # the keys are the numbers of the model chunks
         self.microbatches: dict[int, list[tuple[MicrobatchRoutes, Places]]] = {}
         self.dispatched = [0, 0]
         self.alarms = StepAlarms()

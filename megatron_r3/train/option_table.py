@@ -1,4 +1,6 @@
-"""One row for each option of a training on rollouts: argparse, refusals and docs come from it.
+"""One row for each option of a training on rollouts: argparse and refusals come from the row.
+
+The tables of docs/train.md must say the same; a test compares them with the rows.
 
 A new option is one row, and `value(args, name)` gives its value. A row with `field=True` is a field
 of Megatron's TransformerConfig, so Megatron makes the flag; the rest of such a row works as in any
@@ -270,8 +272,8 @@ def value(args: Any, name: str) -> Any:
 def add_to(parser: Any, fields: Collection[str]) -> None:
     """Add to Megatron's parser the options that Megatron does not make; each is None unless given.
 
-    Megatron makes an option for each field of its TransformerConfig. An option of ours for a field
-    that this tree lacks is added here, and ends the program when it is given: the error names the
+    Megatron makes the option of a row that is a field of its TransformerConfig. If this tree lacks
+    the field, the option is added here, and ends the program when it is given: the error names the
     missing group of patches.
 
     Args:

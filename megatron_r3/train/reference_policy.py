@@ -71,7 +71,10 @@ class Reference(CollectionPass):
 
 
 def _weights(models: list[Any]) -> list[Tensor]:
-    """What a checkpoint saves of the models: parameters, and buffers such as the expert bias."""
+    """Parameters, and the buffers that a checkpoint saves, such as the expert bias.
+
+    TE's extra states are left out.
+    """
     states = [unwrapped(model).state_dict(keep_vars=True) for model in models]
     found = {
         id(value): value

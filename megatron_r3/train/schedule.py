@@ -120,7 +120,7 @@ def _mixed_batch(size: int, number: int, seed: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class UseOfRollouts:
-    """How a training uses its rollouts: all that the content of a batch depends on.
+    """How a training uses its rollouts.
 
     Attributes:
         seq_length: S, to which samples are padded on the right.

@@ -188,7 +188,7 @@ class RolloutStep:
         chunk.policies.check(prepared.rollouts)
         routes, microbatch = prepared.routes, None
         replays = self.options.replays_routes
-        # OBSERVE has a live pass order experts as the update does; a fused router needs no OBSERVE.
+        # OBSERVE makes a live pass order experts as the update does; fused routers do not need it.
         fused = not replays and getattr(module.config, "moe_router_fusion", False)
         if routes is not None and chunk.routes is not None and not fused:
             microbatch = chunk.routes.activate(

@@ -102,7 +102,7 @@ def matches(
         {d}: without c and d, {a, b, b} arrived. a and b match once each, so the result is (2, 3).
     """
     # Each pair becomes one number, hash + expert * an odd number modulo 2^64, since numbers are
-    # sorted 17 times faster than pairs. Two different pairs get the same number as rarely as two
+    # sorted much faster than pairs. Two different pairs get the same number as rarely as two
     # different rows get the same hash.
     pairs_P2 = np.concatenate([expected, ignored, received, weightless])
     number_P = pairs_P2[:, 0] + pairs_P2[:, 1] * np.uint64(0x9E3779B97F4A7C15)
