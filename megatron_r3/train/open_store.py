@@ -99,8 +99,8 @@ def check_use(options: RolloutOptions, store: RolloutStore) -> None:
     """Refuse a store with no route to replay, or with nothing to learn.
 
     Raises:
-        ValueError: in the open shards no token has a recorded route, although the options replay
-            them; or each rollout is the only one of its group, so that every advantage is 0.
+        ValueError: in the open shards no token has a recorded route, although the options ask for
+            replay; or each rollout is the only one of its group, so that every advantage is 0.
     """
     if options.replays_rollouts and not store.recorded_share():
         raise ValueError(
@@ -173,7 +173,7 @@ def _refuse_mixed_versions(shard: Shard) -> None:
     raise ValueError(
         f"{shard.path}: rollout {newest}{token}: sampled with policy version {newest_M[newest]}, "
         f"rollout {oldest} with version {version_M[oldest]}, and the shard has the router digests "
-        "of one policy alone, so the others cannot be checked: to train on rollouts of several "
+        "of one policy alone, so other versions cannot be checked: to train on rollouts of several "
         "policies, give --rollouts-policy any"
     )
 
