@@ -31,7 +31,7 @@ def patch() -> None:
 
 
 def _with_uneven(even: Callable[..., Any], uneven: Callable[..., None]) -> Callable[..., Any]:
-    """A collective that calls `uneven` if the tensors in its list argument differ in shape."""
+    """A collective: `uneven` if the tensors in its list argument differ in shape, else `even`."""
 
     @functools.wraps(even)
     def collective(*args: Any, **kwargs: Any) -> Any:

@@ -55,8 +55,8 @@ def attend_to_blocks(
     Args:
         k, v: the cache, `[blocks, tokens of a block, heads, F]`.
         cu_seqlens_q, cu_seqlens_k: where the queries and the keys of each request begin, and the
-            end of the last one. A request may have fewer queries than keys: its earlier keys are in
-            the cache. A padding request has no queries.
+            end of the last one. A request may have fewer queries than keys, because earlier steps
+            wrote its first keys into the cache. A padding request has no queries.
         block_table: the blocks of each request, `[requests, blocks of the longest]`.
 
     Returns:
