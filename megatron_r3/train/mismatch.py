@@ -140,35 +140,27 @@ def _tables(counts_Y4: np.ndarray, places_V2: np.ndarray, newest: int) -> Tables
         newest: the newest policy version of the step.
     """
     num_moe = max(int((counts_Y4[:, 3] > 0).sum()), 1)
-
-    def shares(counts_V2: np.ndarray) -> dict[int, Share]:
-        return {
-            i: Share(wrong / of, of / num_moe)
-            for i, (wrong, of) in enumerate(counts_V2.tolist())
-            if of
-        }
-
     ends = np.cumsum([MOST_POSITIONS, MOST_TURNS, MOST_LAGS])
-    positions, turns, lags = (shares(part) for part in np.split(places_V2, ends[:-1]))
-    prompts_Y2 = counts_Y4[:, [1, 3]] - counts_Y4[:, [0, 2]]
+    positions, turns, lags = (_shares(part, num_moe) for part in np.split(places_V2, ends[:-1]))
     responses_Y2 = counts_Y4[:, [0, 2]]
+    prompts_Y2 = counts_Y4[:, [1, 3]] - responses_Y2
     return Tables(
-        layers={
-            number + 1: Share(wrong / of, of)
-            for number, (wrong, of) in enumerate(responses_Y2.tolist())
-            if of
-        },
+        layers={index + 1: share for index, share in _shares(responses_Y2, 1).items()},
         positions=positions,
         turns=turns,
         versions={newest - lag: share for lag, share in lags.items()},
-        prompts=_share(prompts_Y2.sum(0), num_moe),
-        responses=_share(responses_Y2.sum(0), num_moe),
+        prompts=_shares(prompts_Y2.sum(0, keepdims=True), num_moe).get(0, NONE),
+        responses=_shares(responses_Y2.sum(0, keepdims=True), num_moe).get(0, NONE),
     )
 
 
-def _share(wrong_and_of: np.ndarray, layers: int) -> Share:
-    wrong, of = wrong_and_of.tolist()
-    return Share(wrong / of, of / layers) if of else NONE
+def _shares(counts_V2: np.ndarray, layers: int) -> dict[int, Share]:
+    """For each index of V with any count the share that differs, and how many rows of a layer."""
+    return {
+        index: Share(wrong / of, of / layers)
+        for index, (wrong, of) in enumerate(counts_V2.tolist())
+        if of
+    }
 
 
 def scalars_of(tables: Tables) -> dict[str, float]:
