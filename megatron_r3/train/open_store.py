@@ -21,10 +21,7 @@ from megatron_r3.data.store.index import Index, numbered
 from megatron_r3.data.store.kinship import Versions
 from megatron_r3.data.store.reader import RolloutStore
 from megatron_r3.data.store.shard import Shard
-from megatron_r3.data.store.verify_shard import (
-    ReadChecks,
-    verify_shard,
-)
+from megatron_r3.data.store.verify_shard import ReadChecks, verify_shard
 from megatron_r3.train.announce import follow_together
 from megatron_r3.train.one_look import Place, refuse_together, shared_out, told_by_first
 from megatron_r3.train.options import RolloutOptions

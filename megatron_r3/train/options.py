@@ -19,12 +19,7 @@ from megatron_r3.train.option_table import flag, refuse_options, value
 from megatron_r3.train.progress import checkpoint_directories
 from megatron_r3.train.publish_options import PublishOptions
 from megatron_r3.train.schedule import UseOfRollouts
-from megatron_r3.train.update_options import (
-    read_loss,
-    read_use,
-    reference_name,
-    refuse_update,
-)
+from megatron_r3.train.update_options import read_loss, read_use, reference_name, refuse_update
 
 # Options of Megatron that do not go with a pass of the old policy, and why each is refused.
 _NOT_WITH_OLD_PASS = {

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import os
-import pickle
-import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from stored import INFO, files_open, make_rollout
+from stored import INFO, make_rollout
 from training_arguments import MODEL, options_of
 
-from megatron_r3.data.store import RolloutStore, StoreError, write_shard
+from megatron_r3.data.store import RolloutStore, write_shard
 from megatron_r3.train import refuse
 from megatron_r3.train.one_look import Place
 from megatron_r3.train.open_store import open_store
@@ -144,22 +141,3 @@ def test_a_store_that_only_the_first_rank_sees_ends_all(tmp_path: Path) -> None:
     assert "SystemExit: 1" in other
     assert f"error: {tmp_path / 'nothing'}: no such rollout store" in said
     assert "error:" not in silent
-
-
-def test_another_file_than_the_one_that_was_looked_at(shards: Path) -> None:
-    """A rank that opens a shard later than the first rank, and finds another file there."""
-    told = RolloutStore.told(pickle.loads(pickle.dumps(RolloutStore([shards]).index)))
-    assert files_open(told) == []
-    shutil.copytree(shards, shards.parent / "s2")
-    (shards / "shard-00004.safetensors").unlink()
-    info = told.info
-    write_shard(shards.parent / "other", info, [make_rollout(20 + i, 9, sample=i) for i in (0, 1)])
-    other = (shards.parent / "other" / "shard-00000.safetensors").read_bytes()
-    (shards / "shard-00004.safetensors").write_bytes(other)
-    with pytest.raises(StoreError, match=r"shard-00004\.safetensors: .*it is shard 0|was changed"):
-        told.fields(8)
-    for rollout in (0, 7, 11):  # control: the other shards
-        assert np.array_equal(
-            told.fields(rollout)["tokens"],
-            RolloutStore([shards.parent / "s2"]).fields(rollout)["tokens"],
-        )
