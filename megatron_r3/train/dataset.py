@@ -224,7 +224,9 @@ class FollowedRollouts(RolloutDataset):
         """
         # Which routes are too old depends on the newest policy of the collection. With a part of
         # the collection, ranks that see different numbers of shards would disagree.
-        last = sample if self.use.replay_max_lag is None else self._end_of_collection(sample) - 1
+        last, schedule = sample, self.use.schedule
+        if self.use.replay_max_lag is not None:
+            last = schedule.of_collection(schedule.collection_of(sample)).stop - 1
         self.store.wait_for(last)
         self._take_new()
         return super().of_store(sample)
@@ -240,10 +242,6 @@ class FollowedRollouts(RolloutDataset):
         self.store.wait_for(samples.stop - 1)
         self._take_new()
         return list(samples)
-
-    def _end_of_collection(self, sample: int) -> int:
-        schedule = self.use.schedule
-        return schedule.of_collection(schedule.collection_of(sample)).stop
 
     def _take_new(self) -> None:
         index = self.store.index  # another thread may replace it

@@ -153,9 +153,10 @@ class Ledger:
             "train on the store as it was, or begin anew with --finetune; new rollouts belong in "
             "another directory"
         )
+        rollouts = sum(rollouts for _, _, rollouts in last["shards"])
         # A followed store may be a copy in progress: wait for the shards of the checkpoint.
         if self.options.follow_s is not None:
-            self.store.wait_for(sum(rollouts for _, _, rollouts in last["shards"]) - 1)
+            self.store.wait_for(rollouts - 1)
         now = self.store.index.identities()
         self._check_shards(last, now, where, again)
         if last["order"] != self.options.sample_order:
@@ -164,7 +165,6 @@ class Ledger:
                 f"{self.options.sample_order}, so training would use some rollouts again and "
                 "leave others out: give the earlier options again, or begin anew with --finetune"
             )
-        rollouts = sum(rollouts for _, _, rollouts in last["shards"])
         # Sample i is rollout i modulo the number of rollouts. When a store has grown, the samples
         # of the first epoch are the same rollouts as before, and later ones are not: with 128
         # rollouts sample 130 is rollout 2, with 256 it is rollout 130.

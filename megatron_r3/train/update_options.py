@@ -46,13 +46,12 @@ def read_loss(args: Any) -> LossOptions:
             f"{name}, which megatron-r3 brings: choose one of the module's own "
             f"({', '.join(others) or 'it registers none'}), or leave the option out"
         )
-    clip = _read_clip(args, name)
     aggregation, fixed_length = _read_aggregation(args, name)
     correction = _read_correction(args)
     _refuse_other_divisor(args, aggregation, correction)
     return LossOptions(
         name=name,
-        clip=clip,
+        clip=_read_clip(args, name),
         aggregation=aggregation,
         fixed_length=fixed_length,
         correction=correction,
@@ -211,14 +210,14 @@ def _other_losses(args: Any) -> list[str]:
     routers, the loss of MTP layers) by the number of tokens, because it later divides all gradients
     by the sum of the divisors that the loss function returned.
     """
-    names = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "mtp_loss_scaling_factor")
-    z, mtp = (getattr(args, name, None) for name in names[1:])
-    is_on = (
-        any(coefficient for kind, coefficient in _aux_coefficients(args) if "aux_loss" in kind),
-        z,
-        getattr(args, "mtp_num_layers", None) and mtp,
-    )
-    return [flag(name) for name, on in zip(names, is_on, strict=True) if on]
+    aux = [coefficient for kind, coefficient in _aux_coefficients(args) if "aux_loss" in kind]
+    mtp = getattr(args, "mtp_loss_scaling_factor", None)
+    is_on = {
+        "moe_aux_loss_coeff": any(aux),
+        "moe_z_loss_coeff": getattr(args, "moe_z_loss_coeff", None),
+        "mtp_loss_scaling_factor": getattr(args, "mtp_num_layers", None) and mtp,
+    }
+    return [flag(name) for name, on in is_on.items() if on]
 
 
 def _aux_coefficients(args: Any) -> list[tuple[str, float]]:
@@ -236,26 +235,20 @@ def _aux_coefficients(args: Any) -> list[tuple[str, float]]:
 
 
 def _read_correction(args: Any) -> CorrectionOptions:
-    name, bounds = value(args, "rollouts_correction"), args.rollouts_correction_bounds
+    name, given = value(args, "rollouts_correction"), args.rollouts_correction_bounds
     if name == "none":
         return CorrectionOptions()
-    low, high = _BOUNDS[name] if bounds is None else _two(name, bounds)
-    if not 0 <= low < high < math.inf:
-        given = " ".join(f"{bound:g}" for bound in bounds or ())
-        raise ValueError(
-            f"--rollouts-correction-bounds {given}: bounds must be finite, and 0 <= lower < upper"
-        )
-    return CorrectionOptions(name, value(args, "rollouts_correction_level"), low, high)
-
-
-def _two(name: str, bounds: list[float]) -> tuple[float, float]:
-    """The lower and the upper bound of w. For tis, which has no lower bound, the lower one is 0."""
-    expected = 1 if name == "tis" else 2
-    if len(bounds) != expected:
+    bounds = _BOUNDS[name]
+    if given is not None:
+        bounds = (0.0, *given) if name == "tis" else tuple(given)  # tis has no lower bound
+    option = f"--rollouts-correction-bounds {' '.join(f'{bound:g}' for bound in given or ())}"
+    if len(bounds) != 2:
         what = "one number, the upper bound" if name == "tis" else "a lower and an upper bound"
-        given = " ".join(f"{bound:g}" for bound in bounds)
-        raise ValueError(f"--rollouts-correction-bounds {given}: {name} takes {what}")
-    return (0.0, bounds[0]) if name == "tis" else (bounds[0], bounds[1])
+        raise ValueError(f"{option}: {name} takes {what}")
+    low, high = bounds
+    if not 0 <= low < high < math.inf:
+        raise ValueError(f"{option}: bounds must be finite, and 0 <= lower < upper")
+    return CorrectionOptions(name, value(args, "rollouts_correction_level"), low, high)
 
 
 def _import_losses(module: str) -> None:
