@@ -26,15 +26,6 @@ class Rule:
     values: tuple[object, ...] = ()
     why: str = ""
 
-    def holds(self, now: object, is_set: bool) -> bool:
-        """Whether the other option has one of `values`, or if `values` is empty, whether it is set.
-
-        Args:
-            now: the value of the other option.
-            is_set: whether the other option is set.
-        """
-        return now in self.values if self.values else is_set
-
     def said(self, now: object, needed: bool) -> str:
         """The other option as a person types it, and the reason, as the end of an error message.
 
@@ -127,14 +118,12 @@ class Option:
             raise ValueError(f"{shown}: it must be one of {', '.join(self.choices)}")
         if self.least is not None and not given >= self.least:  # NaN is refused too
             raise ValueError(f"{shown}: it must be {f'{self.least:g} or more {self.of}'.rstrip()}")
-        for rule in self.needs:
-            now, is_set = look(args, rule.name)
-            if not rule.holds(now, is_set):
-                raise ValueError(f"{shown} needs {rule.said(now, needed=True)}")
-        for rule in self.not_with:
-            now, is_set = look(args, rule.name)
-            if rule.holds(now, is_set):
-                raise ValueError(f"{shown}: not together with {rule.said(now, needed=False)}")
+        for rules, needed in ((self.needs, True), (self.not_with, False)):
+            for rule in rules:
+                now, is_set = look(args, rule.name)
+                if (now in rule.values if rule.values else is_set) != needed:
+                    word = " needs" if needed else ": not together with"
+                    raise ValueError(f"{shown}{word} {rule.said(now, needed)}")
 
 
 def flag(name: str) -> str:
