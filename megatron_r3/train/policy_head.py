@@ -56,19 +56,14 @@ class Policy:
     entropy_BS: Tensor | None = None
     used: bool = False
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether the logits are taken as they are, and nothing is measured."""
-        changes = self.temperature != 1 or self.vocab_size or self.kept
-        return not (changes or self.measures_entropy or self.returns_entropy)
-
     def check_used(self) -> None:
-        """End training if the model has computed its loss without this policy."""
-        if not self.is_plain and not self.used:
+        """End training if this policy does anything, and the model's loss was computed without it."""
+        changes = self.temperature != 1 or self.vocab_size or self.kept
+        if not self.used and (changes or self.measures_entropy or self.returns_entropy):
             refuse(
-                "the model does not call compute_language_model_loss, so its log-probs are not "
-                "those of the sampler's temperature and vocabulary: use a GPTModel or a hybrid "
-                "model of Megatron without a fused output layer"
+                "the model does not call compute_language_model_loss, so its log-probs do not "
+                "follow the sampler's temperature and vocabulary: use a GPTModel or a hybrid model "
+                "of Megatron without a fused output layer"
             )
 
     def attach(self, labels_BS: Tensor) -> None:
