@@ -57,7 +57,7 @@ class Policy:
     used: bool = False
 
     def check_used(self) -> None:
-        """End training if this policy does anything, and the model's loss was computed without it."""
+        """End training if this policy does anything and the model computed its loss without it."""
         changes = self.temperature != 1 or self.vocab_size or self.kept
         if not self.used and (changes or self.measures_entropy or self.returns_entropy):
             refuse(
