@@ -18,12 +18,7 @@ _in_flight: deque[tuple[Any, torch.Tensor]] = deque()
 
 
 def patch() -> None:
-    """Replace all_gather, reduce_scatter and isend of torch.distributed.
-
-    A second call does nothing.
-    """
-    if getattr(dist.isend, "copies", False):
-        return
+    """Replace all_gather, reduce_scatter and isend of torch.distributed."""
     dist.all_gather = _with_uneven(dist.all_gather, _uneven_all_gather)
     dist.reduce_scatter = _with_uneven(dist.reduce_scatter, _uneven_reduce_scatter)
     # batch_isend_irecv accepts only the isend of its own module, distributed_c10d
@@ -91,7 +86,6 @@ def _sending_a_copy(isend: Callable[..., Any]) -> Callable[..., Any]:
         _keep(work, copy)
         return work
 
-    send.copies = True  # type: ignore[attr-defined]
     return send
 
 

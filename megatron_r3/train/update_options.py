@@ -186,7 +186,7 @@ def _read_aggregation(args: Any, loss: str) -> tuple[str, int]:
 
 
 def _refuse_other_divisor(args: Any, aggregation: str, correction: CorrectionOptions) -> None:
-    """Refuse Megatron's other losses beside a policy loss with another divisor than its tokens."""
+    """Refuse Megatron's other losses if the policy loss is not divided by its response tokens."""
     others = _other_losses(args) if args.calculate_per_token_loss else []
     if not others:
         return
