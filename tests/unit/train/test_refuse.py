@@ -39,18 +39,12 @@ def ended(how: str, path, wait_s: float = 10) -> subprocess.CompletedProcess:
     return subprocess.CompletedProcess(command, status, "", error)
 
 
-def test_a_refusal_beside_a_child_ends_the_process(tmp_path) -> None:
-    process = ended("refuse_beside_children", tmp_path)
-    assert process.returncode == 1
-    assert process.stderr.startswith("error: the store is full")
-    assert process.stderr.count("\n") == 1
-
-
-def test_a_file_that_no_torchrun_reads_is_left_alone(tmp_path, monkeypatch) -> None:
-    """Under torchrun the line goes there: tests/functional/test_bad_input.py."""
+def test_a_refusal_beside_a_child_ends_the_process_with_one_line(tmp_path, monkeypatch) -> None:
+    """Only under torchrun the line goes into the file: tests/functional/test_bad_input.py."""
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-    assert ended("refuse_beside_children", tmp_path).stderr == "error: the store is full and more\n"
+    process = ended("refuse_beside_children", tmp_path)
+    assert (process.returncode, process.stderr) == (1, "error: the store is full and more\n")
     assert not file.exists()
 
 
