@@ -30,7 +30,7 @@ _NOT_WITH_OLD_PASS = {
 
 
 def document_multiple(context_parallel: int) -> int:
-    """How long padding makes each rollout of a pack: a multiple of this number of tokens.
+    """Padding rounds the length of each rollout of a pack up to a multiple of this number.
 
     Context parallelism cuts each document into 2 * CP pieces of one length: CP 4 pads 13 input
     tokens to 16.
