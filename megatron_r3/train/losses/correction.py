@@ -92,6 +92,7 @@ CORRECTIONS: dict[str, Callable[[LossTerms, Tensor, CorrectionOptions], Correcte
 
 def correct(terms: LossTerms, options: CorrectionOptions) -> Corrected:
     """The weight and the mask of each token of one micro-batch."""
+    assert options.level in LEVELS, f"unknown level {options.level}"
     with torch.no_grad():
         log_weight_BS = terms.log_weight_BS
         if options.level == "sequence":
