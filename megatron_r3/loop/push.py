@@ -163,11 +163,12 @@ class Pusher:
         )
 
     async def _ask(self, name: str, ids: list[int], with_prompt: bool) -> Asked:
-        engine = self.loader.engine
-        path, body = probe_request(engine, name, ids, with_prompt)
+        # the embedded sampler takes SGLang's requests
+        dialect = "vllm" if self.loader.engine == "vllm" else "sglang"
+        path, body = probe_request(dialect, name, ids, with_prompt)
         answer = await self._client.post(path, body, MOST_BYTES)
         try:
-            return read_answer(answer, body, engine, self.shape, f"{self._client.url}{path}")
+            return read_answer(answer, body, dialect, self.shape, f"{self._client.url}{path}")
         except EngineError as error:
             raise PushError(
                 f"{error}: start the server with --enable-return-routed-experts, and with the "

@@ -7,10 +7,12 @@ the load, so that it says that it has the policy.
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import engine_server
 import pytest
 import torch
 from published import publish, save_model, served
@@ -21,6 +23,7 @@ from megatron_r3.data.engines.shape import EngineError, ModelShape
 from megatron_r3.loop.embedded import EmbeddedSampler
 from megatron_r3.loop.loading import Loader, LoadError
 from megatron_r3.loop.probe import Difference, Probe
+from megatron_r3.loop.probe_requests import probe_request, read_answer
 from megatron_r3.loop.published import PolicyError, PublishedPolicy, read_policy, wait_for_policy
 from megatron_r3.loop.push import Push, Pusher, PushError
 from megatron_r3.loop.push_floor import PushFloor
@@ -141,9 +144,7 @@ class KeepsKeys(EmbeddedSampler):
         answer = super().generate(body)
         if "logprob_start_len" in body:
             return answer
-        return {**answer, "meta_info": self.kept.setdefault(
-            str(body["input_ids"]), answer["meta_info"]
-        )}  # fmt: skip
+        return self.kept.setdefault(str(body["input_ids"]), answer)
 
 
 @pytest.mark.parametrize("times", slow_except([3, 10], 3))
@@ -155,6 +156,28 @@ def test_keys_and_values_of_older_weights_are_found_each_time(policies, times):
             push(url, first, floor)
             with pytest.raises(PushError, match="prefix cache is of older weights"):
                 push(url, second, floor)
+
+
+def test_what_vllm_answers_is_read() -> None:
+    """A response of vLLM 0.30.0 to such a request, and log-probs of its prompt in vLLM's form."""
+    recorded = json.loads((engine_server.DATA / "03_p5_g1.json").read_text())
+    answer, ids = recorded["response"], recorded["request"]["prompt"]
+    shape = ModelShape(16, 4, (0, 1, 2, 3), 4, 512)
+    answer["choices"][0]["prompt_logprobs"] = [
+        {str(token): {"logprob": -float(i)}} if i else None for i, token in enumerate(ids)
+    ]
+    for with_prompt, logprobs in ((True, [0, -1, -2, -3, -4]), (False, [0] * 5)):
+        path, body = probe_request("vllm", answer["model"], ids, with_prompt)
+        asked = read_answer(answer, body, "vllm", shape, path)
+        assert asked.logprobs_N.tolist() == logprobs
+        assert asked.routes_LNK.shape == (4, 5, 4)
+        assert asked.next_logprob == pytest.approx(-1.0277965)
+    answer["choices"][0]["prompt_logprobs"] = None
+    with pytest.raises(EngineError, match="/v1/completions: the answer cannot be read"):
+        read_answer(answer, {**body, "prompt_logprobs": 0}, "vllm", shape, path)
+    answer["choices"][0]["routed_experts"] = None
+    with pytest.raises(EngineError, match="choice 0: no routed_experts; start the server with"):
+        read_answer(answer, body, "vllm", shape, path)
 
 
 def test_a_load_that_changed_nothing_is_found_where_the_floor_is_wide(policies):
