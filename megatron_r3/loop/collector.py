@@ -77,18 +77,12 @@ class Collector:
         self._pushed: Push | None = None
         self._version = -1  # the version of the policy that was pushed last
         self._ends = end_tokens(config.path(config.policy.model))
-        needed = (config.run.lag + 1) * config.prompts.per_collection
-        if config.run.lag and len(self.prompts) < needed:
-            raise ConfigError(
-                f"{config.path(config.prompts.file)}: {len(self.prompts)} prompts; with lag "
-                f"{config.run.lag} policy 0 samples {config.run.lag + 1} collections of "
-                f"{config.prompts.per_collection} prompts, and no prompt twice: give {needed} or "
-                "more, or lower [run] lag"
-            )
-        if len(self.prompts) < config.prompts.per_collection:
+        lag, size = config.run.lag, config.prompts.per_collection
+        if len(self.prompts) < (needed := (lag + 1) * size):
             raise ConfigError(
                 f"{config.path(config.prompts.file)}: {len(self.prompts)} prompts; a collection "
-                f"has {config.prompts.per_collection}: give more, or lower [prompts] per_collection"
+                f"has {size}, and with lag {lag} policy 0 must sample no prompt twice: give "
+                f"{needed} or more, or lower [prompts] per_collection or [run] lag"
             )
 
     def run(self) -> None:

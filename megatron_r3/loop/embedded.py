@@ -52,8 +52,8 @@ class EmbeddedSampler:
         self._degrade = degrade or (lambda model: lambda seed, exact: None)
         self.path, self.version = "", ""
         self._engine: Transformers | None = None
-        self._begin: Begin = lambda seed, exact: None
-        self._shape: ModelShape | None = None
+        self._begin: Begin
+        self._shape: ModelShape
         self._one = threading.Lock()
 
     def info(self) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class EmbeddedSampler:
             EngineError: the request cannot be answered.
         """
         with self._one:
-            if self._engine is None or self._shape is None:
+            if self._engine is None:
                 raise EngineError("no model is loaded: POST /update_weights_from_disk first")
             prompts, is_batch = _prompts(body, self._shape.vocab_size)
             given = body.get("sampling_params") or {}
@@ -120,7 +120,6 @@ class EmbeddedSampler:
         return responses if is_batch else responses[0]
 
     def _response(self, answer: Answer, length: int, sampling: Sampling) -> dict[str, Any]:
-        assert self._shape is not None
         rollout = answer.decoded
         ids = rollout.tokens_N[length:].tolist()
         values = rollout.logprobs_N[length:].tolist()

@@ -13,7 +13,7 @@ Shape suffixes (docs/glossary.md): L, N, M, K.
 from __future__ import annotations
 
 import base64
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -41,12 +41,13 @@ class Probe:
     Attributes:
         tokens_MN: int64.
         logprobs_MN: float32, of each token given the tokens before it; 0 for a first token.
-        routes_LMNK: the experts that each MoE layer takes for each token; empty for a dense model.
+        routes_LMNK: uint16, the experts that each MoE layer takes for each token. A dense model
+            has L = 0; no sampler of a run has such a model.
     """
 
     tokens_MN: np.ndarray
     logprobs_MN: np.ndarray
-    routes_LMNK: np.ndarray = field(default_factory=lambda: np.zeros((0, 0, 0, 0), np.uint16))
+    routes_LMNK: np.ndarray
 
     def to_json(self) -> dict[str, Any]:
         """The probe's fields in policy.json."""
@@ -74,7 +75,7 @@ class Probe:
             raise ValueError(f"tokens {tokens_MN.shape} and log-probs {logprobs_MN.shape}")
         if not np.isfinite(logprobs_MN).all():
             raise ValueError("a log-prob that is not finite")
-        if routes_LMNK.size and routes_LMNK.shape[1:3] != tokens_MN.shape:
+        if routes_LMNK.shape[1:3] != tokens_MN.shape:
             raise ValueError(f"routes {routes_LMNK.shape} of tokens {tokens_MN.shape}")
         return cls(tokens_MN, logprobs_MN, routes_LMNK)
 
@@ -87,8 +88,7 @@ class Difference:
         abs_dlogp: the mean of |log-prob difference| over the tokens, without the first token of
             each sequence and without the tokens that `left_out` counts.
         abs_dlogp_all: the same mean, with the tokens that `left_out` counts.
-        agreement: for each MoE layer the share of tokens with the same set of experts; empty if no
-            routes are known.
+        agreement: for each MoE layer the share of tokens with the same set of experts.
         cached_dlogp: the largest |log-prob difference| of the token that follows a sequence,
             between a request that computes all anew and a request that may use the prefix cache.
             Near 0 if the engine has no prefix cache. See `Pusher._compare`.
@@ -106,8 +106,8 @@ class Difference:
 
     @property
     def disagreement(self) -> float:
-        """The share of tokens whose experts differ, as a mean over layers; 0 without routes."""
-        return 1 - float(np.mean(self.agreement)) if self.agreement else 0.0
+        """The share of tokens whose experts differ, as a mean over layers."""
+        return 1 - float(np.mean(self.agreement))
 
 
 # If `same_so_far` is true for less than this share of the log-probs, all of them are compared.
@@ -130,8 +130,6 @@ def difference(trainer: Probe, sampler: Probe) -> Difference:
         raise ValueError("the sampler's probe has other tokens than the trainer's")
     apart_MN = abs_dlogp(trainer, sampler)
     mean = float(apart_MN.mean())
-    if not trainer.routes_LMNK.size:
-        return Difference(mean, mean, ())
     agreement = tuple(same_experts(trainer, sampler).mean((1, 2)).tolist())
     before_MN = same_so_far(trainer, sampler)
     if before_MN.mean() < ENOUGH:
@@ -159,12 +157,10 @@ def same_so_far(one: Probe, other: Probe) -> np.ndarray:
     """Which log-probs do not depend on a token whose experts differ between the probes.
 
     Returns:
-        bool `[M, N - 1]`, without the first token of each sequence; all true if a probe has no
-        routes. Example: token 40 has other experts. Tokens 1 to 40 are true, since the log-prob of
-        token 40 is computed from the tokens before it.
+        bool `[M, N - 1]`, without the first token of each sequence. Example: token 40 has other
+        experts. Tokens 1 to 40 are true, since the log-prob of token 40 is computed from the tokens
+        before it.
     """
-    if not (one.routes_LMNK.size and other.routes_LMNK.size):
-        return np.ones_like(one.tokens_MN[:, 1:], bool)
     same_MN: np.ndarray = np.all(same_experts(one, other), axis=0)
     so_far_MN: np.ndarray = np.cumsum(~same_MN[:, :-1], 1) == 0
     return so_far_MN

@@ -16,17 +16,16 @@ import torch
 from torch import Tensor
 
 from megatron_r3.loop.probe import Probe, probe_tokens
-from megatron_r3.replay.layers import unwrapped
+from megatron_r3.replay.layers import local_routers, unwrapped
 from megatron_r3.replay.microbatch import MicrobatchRoutes
 from megatron_r3.replay.rank_layout import RankLayout
 from megatron_r3.replay.rows import PADDING
 from megatron_r3.train.forward import forward_only, on_device, run_forward
 from megatron_r3.train.options import RolloutOptions
-from megatron_r3.train.policy_head import Policy
+from megatron_r3.train.policy_head import Policy, install
 from megatron_r3.weights.all_ranks import everyones
 
 _FIELDS = ("tokens", "labels", "position_ids", "rows", "loss_mask")
-LayersOf = Callable[[torch.nn.Module], list[int]]
 
 
 class ProbePass:
@@ -35,17 +34,14 @@ class ProbePass:
     Args:
         options: the options of the training.
         vocab_size: the sampler's vocabulary size, without padding.
-        layers_of: takes a model chunk, and returns the numbers of its MoE layers. A router without
-            a hook gets one, which puts the router's choice into `MicrobatchRoutes.ids`.
+        observe: puts a hook into a router, by which the router takes part in the active
+            micro-batch; called with the router and its layer number.
     """
 
     def __init__(
-        self,
-        options: RolloutOptions,
-        vocab_size: int,
-        layers_of: LayersOf,
+        self, options: RolloutOptions, vocab_size: int, observe: Callable[[Any, int], None]
     ) -> None:
-        self.options, self.vocab_size, self._layers_of = options, vocab_size, layers_of
+        self.options, self.vocab_size, self._observe = options, vocab_size, observe
         self._layout = RankLayout(options.sequence_parallel)
         self.tokens_MN = probe_tokens(vocab_size, options.seq_length)
         self._logprobs: list[tuple[Tensor, Tensor]] = []  # rows and values
@@ -90,7 +86,7 @@ class ProbePass:
         self, data_iterator: Iterator[dict[str, Tensor]], model: Any
     ) -> tuple[Any, Callable[..., Any]]:
         host = self._layout.split(next(data_iterator), _FIELDS)
-        layers, topk = self._layers_of(unwrapped(model)), self.options.topk
+        layers, topk = self._observed_layers(unwrapped(model)), self.options.topk
         rows_T = self._layout.router_order(host["rows"])
         microbatch = None
         if layers:
@@ -113,6 +109,18 @@ class ProbePass:
             self._logprobs.append((host["rows"], -output_BS.float()))
 
         return output, keep
+
+    def _observed_layers(self, chunk: torch.nn.Module) -> list[int]:
+        """The numbers of a model chunk's MoE layers; afterwards each of their routers has a hook.
+
+        The hook puts the router's choice into `MicrobatchRoutes.ids`.
+        """
+        install(chunk)
+        routers = local_routers(chunk)
+        for number, router in routers.items():
+            if router.router_replay is None:
+                self._observe(router, number)
+        return sorted(routers)
 
     def _gather(self) -> Probe | None:
         mine = (

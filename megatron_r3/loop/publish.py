@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from megatron_r3.data.untrusted import read_json
 from megatron_r3.loop.probe import Probe
 from megatron_r3.loop.probe_pass import ProbePass
 from megatron_r3.loop.published import (
@@ -29,14 +28,12 @@ from megatron_r3.loop.published import (
     version_name,
 )
 from megatron_r3.loop.run_directory import RunDirectory
-from megatron_r3.replay.layers import local_routers
 from megatron_r3.train.options import RolloutOptions
-from megatron_r3.train.policy_head import install
 from megatron_r3.train.publish_options import PublishOptions
 from megatron_r3.train.refuse import refuse
 from megatron_r3.weights.all_ranks import everyones, on_first_rank
 from megatron_r3.weights.bridge import VARIABLE, choice_of_environment, chosen_family
-from megatron_r3.weights.directory import dtype_of
+from megatron_r3.weights.directory import CONFIG, dtype_of, read_config
 from megatron_r3.weights.family import Family
 from megatron_r3.weights.write_policy import write_policy
 
@@ -47,8 +44,7 @@ class Publisher:
     Args:
         options: the options of publishing.
         training: the options of the training.
-        observe: puts a hook into a router, by which the router takes part in the active
-            micro-batch; called with the router and its layer number.
+        observe: as in `ProbePass`.
     """
 
     def __init__(
@@ -62,13 +58,12 @@ class Publisher:
         self._models: list[Any] = []
         self._done = -1  # the last iteration that was published
         self._probe: ProbePass | None = None
-        config = options.like / "config.json"
-        self._config = read_json(config.read_bytes(), str(config))
-        size = self._config.get("vocab_size") if isinstance(self._config, dict) else None
+        config, file = read_config(options.like), options.like / CONFIG
+        size = config.get("vocab_size")
         if type(size) is not int or size < 1:
-            raise ValueError(f"{config}: no vocab_size: expected a whole number above 0")
+            raise ValueError(f"{file}: no vocab_size: expected a whole number above 0")
         self.vocab_size = size
-        self._dtype = dtype_of(self._config, config)
+        self._dtype = dtype_of(config, file)
         self._bridge = choice_of_environment()
         self._family: Family | None = None  # chosen when the models are known
 
@@ -90,7 +85,7 @@ class Publisher:
         started, self._done = time.monotonic(), iteration
         version = iteration // self.options.interval
         if self._probe is None:
-            self._probe = ProbePass(self._training, self.vocab_size, self._layers)
+            self._probe = ProbePass(self._training, self.vocab_size, self._observe)
         probe = self._probe.run(self._models)
         try:
             size = self._write(version, iteration, probe)
@@ -148,15 +143,6 @@ class Publisher:
         """The versions that have an event `published`."""
         events = self._events.read_events("trainer")
         return {one.get("version") for one in events if one.get("event") == "published"}
-
-    def _layers(self, module: torch.nn.Module) -> list[int]:
-        """See `ProbePass.layers_of`."""
-        install(module)
-        routers = local_routers(module)
-        for number, router in routers.items():
-            if router.router_replay is None:
-                self._observe(router, number)
-        return sorted(routers)
 
     def _remove_old(self) -> None:
         keep = self.options.keep

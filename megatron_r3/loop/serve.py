@@ -157,12 +157,14 @@ def _engine(model: torch.nn.Module, args: Any) -> Any:
 
 
 async def _serve(engine: Any, args: Any, step: str, listening: socket.socket | None) -> None:
+    import megatron.core
     from megatron.core.inference.text_generation_server import dynamic_text_gen_server as server
 
     address = await engine.start_listening_to_data_parallel_coordinator(hostname=args.host)
     try:
         if listening is not None:
-            _add_page(_identity(args.load, step), args.padded_vocab_size)
+            page = {"version": megatron.core.__version__, "model": args.load}
+            _add_page({**page, "policy": f"iteration {step}"}, args.padded_vocab_size)
             # the four processes that answer HTTP are forks of this process
             os.register_at_fork(after_in_child=_end_with_parent)
             server.start_text_gen_server(
@@ -181,17 +183,6 @@ async def _serve(engine: Any, args: Any, step: str, listening: socket.socket | N
             # Upstream ends the coordinator only at a client's request. Without this kill the
             # process would wait for the coordinator at its exit.
             engine.inference_coordinator_process.kill()
-
-
-def _identity(checkpoint: str, step: str) -> dict[str, str]:
-    """The content of /server_info: Megatron's version, the checkpoint, and its iteration."""
-    import megatron.core
-
-    return {
-        "version": str(megatron.core.__version__),
-        "model": str(checkpoint),
-        "policy": f"iteration {step}",
-    }
 
 
 def why_refused(body: Any, vocabulary: int) -> str | None:

@@ -10,7 +10,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from published import publish, save_model, served, write_run
 
 from demo.tool_task import write_tokenizer
 from megatron_r3.cli import main
+from megatron_r3.cpu.ranks import free_port
 from megatron_r3.data.store import RolloutStore
 from megatron_r3.loop.collector import Collector
 from megatron_r3.loop.config import ConfigError, read_config
@@ -39,12 +39,6 @@ def folder(tmp_path, monkeypatch):
     for version in range(3):
         publish(tmp_path / "run" / "policies", version, seed=version)
     return tmp_path
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def content(folder: Path) -> list[bytes]:

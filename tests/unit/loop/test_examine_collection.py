@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from published import publish, served, write_run
 
+from megatron_r3.cpu.ranks import free_port
 from megatron_r3.data.store import RolloutStore
 from megatron_r3.data.store.files import SHARD_GLOB
 from megatron_r3.loop.collector import Collector
 from megatron_r3.loop.config import read_config
 from megatron_r3.loop.embedded import EmbeddedSampler
 from megatron_r3.loop.examine_collection import RowsError
-from tests.unit.loop.test_collector import free_port
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
