@@ -25,14 +25,13 @@ from megatron_r3.data.engines.shape import EngineError, ModelShape
 from megatron_r3.loop.batches import BatchServer
 from megatron_r3.loop.collected import Collected, end_tokens, measured
 from megatron_r3.loop.config import Config, ConfigError
-from megatron_r3.loop.examine_collection import examiner
+from megatron_r3.loop.examine_collection import examine_shard
 from megatron_r3.loop.loading import Loader, LoadError
 from megatron_r3.loop.probe import Difference, Probe
 from megatron_r3.loop.published import (
     PublishedPolicy,
     published,
     read_policy,
-    version_name,
     wait_for_policy,
 )
 from megatron_r3.loop.push import Push, Pusher, PushError
@@ -226,7 +225,8 @@ class Collector:
     def _sample(self, number: int, policy: PublishedPolicy, served: str) -> None:
         started = time.monotonic()
         config, prompts = self.config, self.prompts_of(number)
-        whole = not config.sampler.shard_size
+        whole, examined = not config.sampler.shard_size, config.sampler.examine
+        note = partial(self.directory.note, PART)
         plan = Plan(
             prompts=prompts,
             n=config.prompts.samples,
@@ -240,7 +240,7 @@ class Collector:
             refused_retries=0 if config.sampler.engine == "embedded" else 2,
             all_or_nothing=whole,
             whole_groups=True,
-            check=self._examiner(policy),
+            check=partial(examine_shard, policy, examined, note) if examined else None,
         )
         total, sampler = config.rollouts_per_collection, self._sampler
         engine: Server
@@ -261,19 +261,6 @@ class Collector:
         """Write the event `collected`, with numbers from the store."""
         found = measured(self.config, number, self._ends)
         self.directory.note(PART, "collected", collection=number, **found, **fields)
-
-    def _examiner(self, policy: PublishedPolicy) -> Any:
-        """The truth test of each shard before it is stored; None with [sampler] examine = 0."""
-        number = self.config.sampler.examine
-        if not number:
-            return None
-        before = self.directory.policies / version_name(max(0, policy.version - 1))
-        return examiner(
-            policy,
-            before if policy.version and before.is_dir() else None,
-            number,
-            partial(self.directory.note, PART),
-        )
 
 
 def _refuse_other(served: str, identity: Identity) -> None:

@@ -8,7 +8,6 @@ sampler returns belongs to its token.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import numpy as np
 
@@ -16,55 +15,55 @@ from megatron_r3.collect.engine_agreement import compare_rollouts
 from megatron_r3.data.engines.shape import EngineError
 from megatron_r3.data.store import Rollout, StoreInfo
 from megatron_r3.data.truth import examine
-from megatron_r3.loop.published import PublishedPolicy
+from megatron_r3.loop.published import PublishedPolicy, version_name
 
 
 class RowsError(ValueError):
     """A shard's truth test has an alarm, or could not be made; the message says why."""
 
 
-def examiner(
+def examine_shard(
     policy: PublishedPolicy,
-    before: Path | None,
     number: int,
     note: Callable[..., None],
-) -> Callable[[Sequence[Rollout], StoreInfo], None]:
-    """The function that makes the truth test of a shard's rollouts, for `Plan.check`.
+    shard: Sequence[Rollout],
+    info: StoreInfo,
+) -> None:
+    """Make the truth test of some of a shard's rollouts, and write the event `examined`.
 
     Args:
         policy: the policy that sampled the shard.
-        before: the directory of the previous policy, with which the test can tell rows of older
-            weights from other faults; None if there is none.
-        number: how many rollouts of a shard are examined.
+        number: how many rollouts of the shard are examined.
         note: writes an event; called with the event's name and fields.
+        shard: all rollouts of the shard.
+        info: the store's description of the model.
+
+    Raises:
+        RowsError: the test has an alarm, or transformers failed.
     """
-
-    def check(shard: Sequence[Rollout], info: StoreInfo) -> None:
-        some = np.unique(np.linspace(0, len(shard) - 1, min(number, len(shard))).astype(int))
-        named = {
-            f"rollout {shard[i].group}, sample {shard[i].sample}": shard[i] for i in some.tolist()
-        }
-        try:
-            agreement = compare_rollouts(named, info, policy.path, before, "the shard")
-        except EngineError as error:  # transformers failed here: sampling again would not help
-            raise RowsError(f"the truth test of policy {policy.version}: {error}") from error
-        model = f"policy {policy.version}"
-        report = examine(agreement.compared, info.moe_layers, model=model)
-        numbers = agreement.numbers(report)
-        note(
-            "examined",
-            version=policy.version,
-            rollouts=numbers["rollouts"],
-            rows=numbers["rows"],
-            mismatch=float(report.tables.all_rows.share),
-            abs_dlogp=numbers["abs_dlogp"],
-            alarms=[str(alarm) for alarm in report.alarms],
+    some = np.unique(np.linspace(0, len(shard) - 1, min(number, len(shard))).astype(int))
+    named = {f"rollout {shard[i].group}, sample {shard[i].sample}": shard[i] for i in some.tolist()}
+    # With the previous policy the test can tell rows of older weights from other faults.
+    previous = policy.path.parent / version_name(max(0, policy.version - 1))
+    before = previous if policy.version and previous.is_dir() else None
+    try:
+        agreement = compare_rollouts(named, info, policy.path, before, "the shard")
+    except EngineError as error:  # transformers failed here: sampling again would not help
+        raise RowsError(f"the truth test of policy {policy.version}: {error}") from error
+    report = examine(agreement.compared, info.moe_layers, model=f"policy {policy.version}")
+    numbers = agreement.numbers(report)
+    note(
+        "examined",
+        version=policy.version,
+        rollouts=numbers["rollouts"],
+        rows=numbers["rows"],
+        mismatch=float(report.tables.all_rows.share),
+        abs_dlogp=numbers["abs_dlogp"],
+        alarms=[str(alarm) for alarm in report.alarms],
+    )
+    if report.alarms:
+        raise RowsError(
+            f"the truth test of {numbers['rollouts']} rollouts of policy {policy.version}: "
+            f"{'; '.join(map(str, report.alarms))}. The shard's {len(shard)} rollouts are not "
+            "stored (docs/truth.md)"
         )
-        if report.alarms:
-            raise RowsError(
-                f"the truth test of {numbers['rollouts']} rollouts of policy {policy.version}: "
-                f"{'; '.join(map(str, report.alarms))}. The shard's {len(shard)} rollouts are not "
-                "stored (docs/truth.md)"
-            )
-
-    return check

@@ -60,6 +60,9 @@ def settings_of(model: torch.nn.Module, vocab_size: int | None) -> ModelSettings
             known.
     """
     chunk: Any = unwrapped(model)
+    # Only the module of position embeddings stores this; with MLA or without RoPE there is none.
+    rotary = getattr(chunk, "rotary_pos_emb", None)
+    interpolation = getattr(rotary, "seq_len_interpolation_factor", None)
     return ModelSettings(
         vocab_size,
         chunk.share_embeddings_and_output_weights,
@@ -67,16 +70,9 @@ def settings_of(model: torch.nn.Module, vocab_size: int | None) -> ModelSettings
         float(chunk.rotary_base),
         float(chunk.rotary_percent),
         bool(chunk.rotary_scaling),
-        _interpolation(chunk),
+        None if interpolation == 1 else interpolation,
         chunk.max_position_embeddings,
     )
-
-
-def _interpolation(chunk: Any) -> float | None:
-    """`interpolation` of ModelSettings, which only the module of position embeddings stores."""
-    rotary = getattr(chunk, "rotary_pos_emb", None)  # with MLA or without RoPE there is none
-    factor = getattr(rotary, "seq_len_interpolation_factor", None)
-    return None if factor == 1 else factor
 
 
 @dataclass(frozen=True)

@@ -77,20 +77,13 @@ def plan_of(pieces: Sequence[Piece]) -> Plan:
     return plan
 
 
-def holders(plan: Plan, places: Sequence[Place]) -> list[int]:
-    """The ranks that hold a part of any of these tensors, ascending.
-
-    The first of them gathers the tensors, so pipeline stages gather their layers at the same time.
-    """
-    return sorted({part.rank for place in places for part in plan[place].parts})
-
-
 def gather(
     plan: Plan, pieces: Mapping[Place, Sequence[Piece]], places: Sequence[Place], dtypes: Dtypes
 ) -> dict[Place, Tensor]:
-    """Gather whole tensors on the first of `holders`.
+    """Gather whole tensors on the lowest rank that holds a part of any of them.
 
-    All holders must call this function, with the same places in the same order.
+    So pipeline stages gather their layers at the same time. All ranks that hold a part must call
+    this function, with the same places in the same order.
 
     Args:
         pieces: all pieces of this rank, by place.
@@ -98,9 +91,10 @@ def gather(
         dtypes: the dtypes of the result, by place.
 
     Returns:
-        The tensors, on the host; {} on every rank but the first holder.
+        The tensors, on the host; {} on every other rank.
     """
-    me, (writer, *others) = my_rank(), holders(plan, places)
+    holders = sorted({part.rank for place in places for part in plan[place].parts})
+    me, (writer, *others) = my_rank(), holders
     mine = {
         (piece.place, piece.offset): piece.tensor
         for place in places

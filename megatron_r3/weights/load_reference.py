@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatron_r3.train.refuse import refuse
-from megatron_r3.weights.bridge import choice_of_environment, chosen_family
+from megatron_r3.weights.bridge import VARIABLE, choice_of_environment, chosen_family
 from megatron_r3.weights.checkpoint import load_whole
 from megatron_r3.weights.directory import CONFIG
 from megatron_r3.weights.write_policy import read_policy
@@ -40,7 +40,7 @@ def load_reference(args: Any, models: list[torch.nn.Module]) -> None:
     directory, before = Path(args.rollouts_reference), dict(vars(args))
     try:
         if (directory / CONFIG).is_file():
-            family = chosen_family(choice_of_environment(), directory, models)
+            family = chosen_family(choice_of_environment(), directory, models, VARIABLE)
             read_policy(models, directory, family)
             return
         vars(args).update(_AS_NEW, load=str(directory))

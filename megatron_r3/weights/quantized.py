@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,27 +23,6 @@ Shape = tuple[int, ...]
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # of mxfp4's exponents: the one of 2**0, and the largest with which 6.0 fits into bfloat16
 _ONE, _LARGEST = 127, 252
-
-
-class Format(Protocol):
-    """How a directory's quantized tensors are stored."""
-
-    def parts(self, stored: Iterable[str]) -> dict[str, tuple[str, str]]:
-        """The names of each quantized tensor's values and scales, by the tensor's own name.
-
-        Args:
-            stored: the names of all tensors in the files.
-        """
-
-    def shape(self, values: Shape) -> Shape:
-        """The tensor's shape, of the shape of its stored values."""
-
-    def dequantized(self, values: Tensor, scales: Tensor) -> Tensor:
-        """The tensor in a dtype that has each of its numbers exactly, or in float32.
-
-        Raises:
-            ValueError: a dtype, a shape or an exponent does not fit.
-        """
 
 
 @dataclass(frozen=True)
@@ -57,16 +36,24 @@ class Fp8:
     block: tuple[int, int]
 
     def parts(self, stored: Iterable[str]) -> dict[str, tuple[str, str]]:
-        """See `Format`."""
+        """The names of each quantized tensor's values and scales, by the tensor's own name.
+
+        Args:
+            stored: the names of all tensors in the files.
+        """
         names = {*stored}
         return {n: (n, scale) for n in names if (scale := f"{n}_scale_inv") in names}
 
     def shape(self, values: Shape) -> Shape:
-        """See `Format`."""
+        """The shape of a tensor whose stored values have the shape `values`."""
         return values
 
     def dequantized(self, values: Tensor, scales: Tensor) -> Tensor:
-        """See `Format`; in float32."""
+        """The tensor in float32: its values times the scales of their blocks.
+
+        Raises:
+            ValueError: a dtype or a shape does not fit.
+        """
         blocks = tuple(-(-size // of) for size, of in zip(values.shape, self.block, strict=False))
         if values.dtype != torch.float8_e4m3fn or not scales.is_floating_point():
             raise ValueError(
@@ -87,18 +74,22 @@ class Mxfp4:
     """The experts of gpt-oss in mxfp4."""
 
     def parts(self, stored: Iterable[str]) -> dict[str, tuple[str, str]]:
-        """See `Format`."""
+        """See `Fp8.parts`."""
         names = {*stored}
         owners = {n.removesuffix("_blocks") for n in names if n.endswith("_blocks")} - names
         return {n: (f"{n}_blocks", f"{n}_scales") for n in owners if f"{n}_scales" in names}
 
     def shape(self, values: Shape) -> Shape:
-        """See `Format`. Example: blocks [32, 5760, 90, 16] are a tensor [32, 2880, 5760]."""
+        """See `Fp8.shape`. Example: blocks [32, 5760, 90, 16] are a tensor [32, 2880, 5760]."""
         experts, columns, groups, size = values
         return experts, 2 * groups * size, columns
 
     def dequantized(self, values: Tensor, scales: Tensor) -> Tensor:
-        """See `Format`; in bfloat16, which has each value times each power of two exactly."""
+        """The tensor in bfloat16, which has each value times each power of two exactly.
+
+        Raises:
+            ValueError: a dtype, a shape or an exponent does not fit.
+        """
         if values.dtype != torch.uint8 or scales.dtype != torch.uint8:
             raise ValueError(f"{values.dtype} with {scales.dtype}; expected uint8 with uint8")
         if values.dim() != 4 or scales.shape != values.shape[:-1]:
@@ -111,6 +102,9 @@ class Mxfp4:
         # one expert after the other, because the indices need eight times the room of the bytes
         experts = [_values_of(*expert) for expert in zip(values, scales, strict=True)]
         return torch.stack(experts).transpose(1, 2)
+
+
+Format = Fp8 | Mxfp4  # how the quantized tensors of a directory are stored
 
 
 def _values_of(blocks: Tensor, scales: Tensor) -> Tensor:
