@@ -88,7 +88,8 @@ class Collector:
         """Sample every collection that is not stored yet.
 
         Raises:
-            ValueError: a push was refused, a reward failed, or a policy was not published in time.
+            ValueError: a policy was not published in time, a push was refused, a reward failed, the
+                truth test has an alarm, or five attempts at a collection failed.
         """
         stored = Collected(self.config).count()
         noted = {

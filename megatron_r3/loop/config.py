@@ -31,7 +31,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-# A patch puts calls of megatron_r3 into this file. A tree whose file has none is refused.
+# A patch makes this file of Megatron import megatron_r3. If the file does not name megatron_r3,
+# the tree is refused as not patched.
 _PATCHED = "megatron/training/training.py"
 
 

@@ -71,16 +71,17 @@ class SamplerTable(Table):
         environment: environment variables of `command`.
         in_place: True loads new weights into the running server, False starts a new server for
             each policy.
-        push: a command of the user that hands new weights to the running server, instead of the
-            server's own loading from a directory; {model}, {version} and {url} are filled in.
+        push: the words of a command of the user that hands new weights to the running server.
+            {model}, {version} and {url} are filled in. Empty: the server itself loads the weights
+            from the policy's directory.
         examine: how many rollouts of each shard the truth test examines before the shard is
             stored; 0 examines none.
         degrade: module:function that makes the embedded sampler's model less exact, for experiments
             (`EmbeddedSampler`); empty for none.
         max_tokens, temperature, top_p, top_k: as the options of `rollouts collect`.
         shard_size: rollouts of a shard. 0 stores a collection as one shard, whole or not at all.
-        concurrency: how many requests run at a time. The embedded sampler gets a single request for
-            all samples of a collection.
+        concurrency: how many requests run at a time. The embedded sampler ignores it: its samples
+            are asked for together.
         timeout: seconds for a request. A request to load weights, and the embedded sampler's
             request, may take [run] wait instead.
     """

@@ -1,4 +1,4 @@
-"""The embedded sampler: transformers answers the few requests of SGLang's server that a run sends.
+"""The embedded sampler: a server that answers a run's requests, in SGLang's form, by transformers.
 
 The sampler loads new weights from a directory, and runs wherever transformers runs. On one machine
 a request with seeds gets the same answer under the same weights, bit for bit. The server's pages:
@@ -107,7 +107,7 @@ class EmbeddedSampler:
                 batches[len(ids), _sampling(one)].append(index)
             responses: list[Any] = [None] * len(prompts)
             for (length, sampling), members in sorted(batches.items(), key=lambda item: item[0][0]):
-                # Only the requests of a probe are like this: they must see the weights alone.
+                # Only the requests of a probe ask for this. Their answers must not be degraded.
                 exact = wants_prompt or sampling.temperature == 0
                 self._begin(requests[members[0]].seed, exact)
                 self._engine.sampling = sampling
@@ -177,7 +177,7 @@ _FIXED = {"min_p": 0.0, "n": 1}
 
 
 def _sampling(params: Mapping[str, Any]) -> Sampling:
-    """How to sample a prompt, of the sampling parameters of a request."""
+    """How to sample a prompt, read from the sampling parameters of a request."""
     first = {**_DEFAULTS, **params}
     known = {*_DEFAULTS, *_FIXED, *PLAIN, "sampling_seed"}
     if unknown := first.keys() - known:

@@ -92,15 +92,15 @@ class Loader:
             raise LoadError(f"{error}: is it a {self.engine} server?{hint}") from error
         except (LookupError, TypeError) as error:
             raise LoadError(
-                f"{self._client.url}{path}: not what {self.engine} answers ({error!r}): is another "
-                "service at this address?"
+                f"{self._client.url}{path}: expected the JSON of a {self.engine} server "
+                f"({error!r}): is another service at this address?"
             ) from error
 
     async def wait_until_up(self) -> str:
         """Wait for a server that is still starting; return the policy that it then reports.
 
         Raises:
-            LoadError: the server cannot load weights.
+            LoadError: the server is of another kind, or cannot load weights.
             EngineError: the server does not come up in time.
         """
         end = time.monotonic() + self.wait_s
@@ -161,7 +161,7 @@ class Loader:
         await self._post("/reset_prefix_cache", {}, policy)
 
     async def _mark(self, policy: PublishedPolicy) -> None:
-        """Tell the server the name of its policy, which the server then reports until it ends."""
+        """Tell the server the name of its policy, which the server reports from then on."""
         body = {"new_version": policy.name}
         if self.engine == "sglang":
             await self._post(

@@ -5,7 +5,7 @@ sequences. When the sampler reports the policy, the collector asks the sampler f
 routes of these sequences. The difference must be about as small as in earlier pushes
 (push_floor.py).
 
-The tokens are random, so that they also reach experts that the task seldom takes.
+The tokens are random, so that they also reach experts that the task's own tokens seldom take.
 
 Shape suffixes (docs/glossary.md): L, N, M, K.
 """

@@ -67,7 +67,7 @@ class ProbePass:
         return self._gather()
 
     def _batches(self, count: int) -> Iterator[dict[str, Tensor]]:
-        """Micro-batches with the sequences padded to S; the last may have nothing but padding."""
+        """Micro-batches with the sequences padded to S; the last ones may be padding alone."""
         size, (num, length) = self.options.micro_batch_size, self.tokens_MN.shape
         for first in range(0, count * size, size):
             shape = (size, self.options.seq_length)

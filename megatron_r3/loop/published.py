@@ -110,7 +110,7 @@ def read_policy(directory: Path, version: int) -> PublishedPolicy:
     """Read what policy.json says of a version.
 
     Raises:
-        PolicyError: a trainer did not write this policy.json, or it is of another version.
+        PolicyError: policy.json is missing, cannot be read, or is of another version.
     """
     path = directory / version_name(version)
     file = path / MANIFEST
@@ -129,7 +129,8 @@ def read_policy(directory: Path, version: int) -> PublishedPolicy:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise PolicyError(
-            f"{file}: not what a trainer publishes ({one_line(repr(error), 200)})"
+            f"{file}: cannot be read as the file that a trainer writes "
+            f"({one_line(repr(error), 200)})"
         ) from error
 
 

@@ -44,7 +44,7 @@ class Push:
         how: "loaded" in place, by a "command" of the user, or "restarted".
         seconds: from the request until the sampler's probe was compared.
         difference: between the sampler's probe and the trainer's.
-        limit: the largest mean |dlogp| that is accepted.
+        limit: the largest mean |log-prob difference| that is accepted.
         served: the name of the policy, as the sampler reports it.
     """
 
@@ -111,8 +111,8 @@ class Pusher:
         a first push. These limits are wide, because they fit every engine and model.
 
         Returns:
-            The difference, which the floor then has; None if the server has no weights yet, or the
-            difference is above the limits of a first push.
+            The difference, which the floor then remembers; None if the server has no weights yet,
+            or the difference is above the limits of a first push.
 
         Raises:
             LoadError: the server cannot take new weights.
@@ -139,7 +139,7 @@ class Pusher:
         return served
 
     async def _compare(self, policy: PublishedPolicy) -> tuple[Probe, Difference]:
-        """The sampler's probe, and its difference to the trainer's probe.
+        """The sampler's probe, and its difference from the trainer's probe.
 
         The difference also compares the sampler's answers with and without the prefix cache.
         """

@@ -1,8 +1,9 @@
 """How far a sampler may differ from the trainer after a push, judged by earlier right pushes.
 
 There is one rule (`megatron_r3/data/truth/limit.py`): at most three times the median of the last
-eight right pushes, plus a margin (`ROOM_...`). The rule holds for the log-probs, for the routes of
-each MoE layer, and for log-probs and routes once more with the engine's prefix cache.
+eight right pushes, plus a margin (`ROOM_DLOGP`, `ROOM_ROUTES`). The rule holds for the log-probs,
+for the routes of each MoE layer, and for log-probs and routes once more with the engine's prefix
+cache.
 
 Shape suffixes (docs/glossary.md): N, M.
 """
@@ -18,9 +19,10 @@ from megatron_r3.data.truth.limit import MOST_ROUTES, ROOM_ROUTES, Limit
 from megatron_r3.loop.probe import ENOUGH, Difference, Probe, abs_dlogp, same_so_far
 
 REMEMBERED = 8  # pushes
-# In nats: the limit of a first push, and the margin. Right engines in bfloat16 differ from a
-# float32 model by up to 0.08, with MLA by up to 0.3. Two engines in float32 differ by less than
-# 1e-5; if a tensor was not loaded, by more.
+# The limit of a first push's mean |dlogp|, and the margin, both in nats; |dlogp| is the absolute
+# difference of the sampler's and the trainer's log-prob of a token. Right engines in bfloat16
+# differ from a float32 model by up to 0.08, with MLA by up to 0.3. Two engines in float32 differ by
+# less than 1e-5; if a tensor was not loaded, by more.
 MOST_DLOGP, ROOM_DLOGP = 0.3, 1e-5
 # A sampler that did not load the new weights is still near to the previous policy. A push is
 # refused if the sampler's mean |dlogp| to the previous policy is below CLOSER times that to the new

@@ -87,7 +87,10 @@ def _run_servers(config: Config) -> int:
 
 
 def _wanted(config: Config, stored: int) -> int:
-    """The version that is to sample the next collection, or the newest if that is not published."""
+    """The version that samples the next collection.
+
+    If that version is not published yet, the newest published version; 0 if there is none.
+    """
     wanted = config.version_of(stored)
     there = published(config.directory.policies)
     return wanted if wanted in there else max(there, default=0)

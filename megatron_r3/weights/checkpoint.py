@@ -47,7 +47,7 @@ def check_load(args: Any) -> None:
     from megatron.training.checkpointing import get_checkpoint_tracker_filename
 
     if args.load is None:
-        raise ValueError("--hf-export needs --load DIR, the checkpoint to export")
+        raise ValueError("--load is missing: name the folder of the checkpoint")
     tracker = Path(get_checkpoint_tracker_filename(args.load))
     if not tracker.is_file() and not getattr(args, "ckpt_step", None):
         raise ValueError(f"--load {args.load}: there is no checkpoint (no {tracker.name})")

@@ -6,7 +6,7 @@ block. Example: a matrix of 576 rows has 5 rows of blocks, of which the last one
 
 mxfp4 (transformers' Mxfp4Config): of the experts' matrices, all experts of a layer in one tensor,
 `NAME_blocks` has two values of 4 bits in each byte, and `NAME_scales` an exponent for each 32
-values. Both are transposed: values that follow each other stand below each other in `NAME`.
+values. Both are transposed: consecutive values belong to one column of `NAME`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 Shape = tuple[int, ...]
-# what 4 bits say; the fourth bit is the sign
+# the numbers for the lower three of 4 bits; the fourth bit is the sign
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# of mxfp4's exponents: the one of 2**0, and the largest with which 6.0 fits into bfloat16
+# the stored exponent of 2**0, and the largest stored exponent with which 6.0 fits into bfloat16
 _ONE, _LARGEST = 127, 252
 
 

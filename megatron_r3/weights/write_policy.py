@@ -76,7 +76,8 @@ def write_policy(
     family: Family | None = None,
     like: Path | None = None,
     dtype: torch.dtype = torch.bfloat16,
-    vocab_size: int | None = None,
+    *,
+    vocab_size: int,
     finish: Finish | None = None,
 ) -> int:
     """Write a model as a transformers directory. All ranks must call this function.
@@ -96,7 +97,7 @@ def write_policy(
             copied. If it is None, the family makes config.json, and no tokenizer is written.
         dtype: the dtype of the weights in the files, except expert biases, which are in float32.
         vocab_size: how many rows of the vocabulary are written; padding rows follow them in the
-            model. None is refused.
+            model.
         finish: called on rank 0 with the folder and the SHA-256 of each file in it, before the
             folder gets its name. `finish` may write more files.
 
@@ -126,13 +127,11 @@ def _model_to_write(
     family: Family | None,
     like: Path | None,
     dtype: torch.dtype,
-    vocab_size: int | None,
+    vocab_size: int,
 ) -> tuple[_Model, dict[str, Any]]:
     """The model, and the config.json to write, {} with `like`; arguments as in `write_policy`."""
     if my_rank() == 0:
         check_target(directory)
-    if vocab_size is None:
-        raise ValueError("give --vocab-size, the size of the vocabulary without padding")
     if like is not None:
         return _model_of(models, like, family, vocab_size), {}
     model = _model(models, family, vocab_size)
@@ -214,9 +213,7 @@ def _model_of(
     return model
 
 
-def _model(
-    models: Sequence[torch.nn.Module], family: Family | None, vocab_size: int | None
-) -> _Model:
+def _model(models: Sequence[torch.nn.Module], family: Family | None, vocab_size: int) -> _Model:
     settings = settings_of(models[0], vocab_size)
     chunk: Any = unwrapped(models[0])
     config = chunk.config
@@ -240,9 +237,8 @@ def _check_plan(model: _Model, plan: Plan, adapters: Adapters | None = None) -> 
             f"not a plain {model.family.model_type} model (biases, MTP, adapters?): transformers "
             f"has no place for {without_place[:3]}, the model has no {sorted(missing)[:3]}"
         )
-    vocab_size = model.settings.vocab_size
-    rows = plan[EMBEDDING].shape[0]
-    if vocab_size is not None and rows < vocab_size:
+    vocab_size, rows = model.settings.vocab_size or 0, plan[EMBEDDING].shape[0]
+    if rows < vocab_size:
         raise ValueError(f"the model's embedding has {rows} rows, the vocabulary {vocab_size}")
 
 

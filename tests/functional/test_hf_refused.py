@@ -92,7 +92,7 @@ def refuses_import(
 
 def test_an_export_without_a_checkpoint_writes_nothing(patched: TreeWorker, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    refuses_export(patched, tmp_path, [], "--hf-export needs --load DIR")
+    refuses_export(patched, tmp_path, [], "--load is missing: name the folder")
     for folder in ("nowhere", "empty"):
         load = ["--load", str(tmp_path / folder)]
         refuses_export(patched, tmp_path, load, str(tmp_path / folder), "there is no checkpoint")

@@ -147,9 +147,7 @@ class TableFamily:
         any_value = {*SHOWN, *self.attributes()}
         for values, place in ((wanted, config), ({**_PLAIN_SETTINGS, **self.settings}, settings)):
             for name, want in values.items():
-                have = getattr(
-                    place, name, None
-                )  # None: this release of Megatron has no such field
+                have = getattr(place, name, None)  # None if this release has no such field
                 holds = name in any_value or have == want or (have is None and not want)
                 value = getattr(want, "__name__", want)
                 needed.append((holds, f"{name}={value}" if want else _OFF.get(name, f"no {name}")))

@@ -292,9 +292,9 @@ TOO_LARGE = f'{{"format": 1, "version": 0, "iteration": 1, "files": {{}}, {PROBE
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("", "not what a trainer publishes"), ("{}", "not what a trainer"), ("[1]", "not what"),
+    [("", "cannot be read as the file that a"), ("{}", "cannot be"), ("[1]", "cannot be read"),
      ('{"format": 2, "version": 0}', "format 2"), ('{"format": 1, "version": 3}', "version 3"),
-     (TOO_LARGE, "not what a trainer")],
+     (TOO_LARGE, "cannot be read")],
 )  # fmt: skip
 def test_a_manifest_that_no_trainer_wrote(tmp_path, text, words):
     folder = tmp_path / "v000000"
