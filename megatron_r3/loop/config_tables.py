@@ -48,7 +48,7 @@ class PolicyTable(Table):
     """The policy with which the run begins.
 
     Attributes:
-        model: the policy as a transformers directory, whose config and tokenizer files are copied
+        model: the policy as a transformers directory. Its config and tokenizer files are copied
             into each published policy.
         checkpoint: the same policy as a Megatron checkpoint.
         keep: how many published policies stay on disk; 0 keeps all.

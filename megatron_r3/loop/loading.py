@@ -65,8 +65,8 @@ class Loader:
         """The name of the policy that the server reports; "None" if it has no policy.
 
         Raises:
-            NoAnswer: the server does not answer.
             LoadError: the server lacks the page with this name, or the page has another content.
+            EngineError: the server does not answer, or not in JSON.
         """
         if self.engine != "vllm":
             # not /server_info: there SGLang 0.5.23 goes on reporting the version of its start

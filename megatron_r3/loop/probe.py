@@ -106,7 +106,7 @@ class Difference:
 
     @property
     def disagreement(self) -> float:
-        """The share of tokens whose experts differ, as a mean over layers."""
+        """The share of tokens with other experts, as a mean over layers."""
         return 1 - float(np.mean(self.agreement))
 
 
@@ -154,7 +154,7 @@ def same_experts(one: Probe, other: Probe) -> np.ndarray:
 
 
 def same_so_far(one: Probe, other: Probe) -> np.ndarray:
-    """Which log-probs do not depend on a token whose experts differ between the probes.
+    """Which log-probs do not depend on a token with other experts in one probe than in the other.
 
     Returns:
         bool `[M, N - 1]`, without the first token of each sequence. Example: token 40 has other

@@ -1,6 +1,6 @@
 """The request for the log-probs and the routes of given tokens, and how its answer is read.
 
-Shape suffixes (docs/glossary.md): L, N, K.
+Shape suffixes (docs/glossary.md): G, K, L, N, T.
 """
 
 from __future__ import annotations

@@ -45,6 +45,10 @@ class Publisher:
         options: the options of publishing.
         training: the options of the training.
         observe: as in `ProbePass`.
+
+    Raises:
+        ValueError: config.json of `options.like` has no vocab_size, or a dtype in which no weights
+            are written; or MEGATRON_R3_HF_BRIDGE has an unknown value.
     """
 
     def __init__(

@@ -48,7 +48,7 @@ class PublishedPolicy:
 
     @property
     def digest(self) -> str:
-        """16 hex digits for the content of all files."""
+        """A digest of all files, 16 hex digits."""
         return short_digest(json.dumps(self.files, sort_keys=True))
 
     @property
@@ -80,7 +80,7 @@ class PublishedPolicy:
         )
 
     def check_files(self) -> None:
-        """Refuse a directory whose files are not those that the trainer wrote.
+        """Refuse a directory with other files than those that the trainer wrote.
 
         Raises:
             PolicyError: naming the file.

@@ -28,7 +28,7 @@ class PushError(LoadError):
     """The sampler does not sample with the policy that was pushed.
 
     Attributes:
-        push: what the sampler showed; None if its answers could not be compared.
+        push: what the sampler showed; None if no probe was compared.
     """
 
     def __init__(self, message: str, push: Push | None = None) -> None:
@@ -78,8 +78,9 @@ class Pusher:
         Raises:
             LoadError: the sampler did not load the policy.
             PushError: the sampler does not compute what the trainer computes; the message has the
-                difference and its limit.
+                difference and its limit. Or its answers cannot be compared.
             EngineError: the sampler does not answer, or was restarted after the policy was loaded.
+            ValueError: this host does not have the command of [sampler] push.
         """
         if self.loader.in_place:
             await self.loader.wait_until_up()
@@ -115,7 +116,7 @@ class Pusher:
             or the difference is above the limits of a first push.
 
         Raises:
-            LoadError: the server cannot take new weights.
+            LoadError: the server cannot take new weights, or its answers cannot be compared.
             EngineError: the server does not answer.
         """
         served = await self.loader.wait_until_up()

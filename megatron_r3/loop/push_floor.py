@@ -48,8 +48,8 @@ class PushFloor:
         """The limit of a push's mean |dlogp|.
 
         The limit is made from `abs_dlogp_all` of the earlier pushes if `left_out` is None in this
-        push or in all earlier pushes. Otherwise it is made from `abs_dlogp` of the earlier pushes
-        whose `left_out` is a number.
+        push or in all earlier pushes. Otherwise it is made from `abs_dlogp` of those earlier pushes
+        in which `left_out` is a number.
         """
         usual = [one.abs_dlogp for one in self.before if one.left_out is not None]
         if push.left_out is None or not usual:
@@ -102,9 +102,9 @@ def still_before(sampler: Probe, now: Probe, before: Probe) -> str:
     apart. With the new weights the sampler is 0.010 from the new policy and about 0.016 from the
     old one; with the old weights it is the other way round, and 0.010 is below 0.7 times 0.016.
 
-    The means leave out tokens that follow a token whose experts differ from those of one of the two
-    policies, unless almost all tokens do. Such tokens would dominate the means, and show rounding
-    rather than weights.
+    The means leave out each token that follows a token for which the sampler took other experts
+    than one of the two policies. Such tokens would dominate the means, and show rounding rather
+    than weights. If they are more than seven eighths of all tokens, every token counts.
     """
     to_now_MN, to_before_MN = abs_dlogp(sampler, now), abs_dlogp(sampler, before)
     nearer = float((to_before_MN < to_now_MN).mean())

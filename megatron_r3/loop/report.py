@@ -47,9 +47,10 @@ class Run:
 
 
 def read_runs(directories: Sequence[Path]) -> list[Run]:
-    """Read each directory, and name each run by as much of its path as makes the names differ.
+    """Read each directory. The names of the runs are the shortest ends of the paths that differ.
 
-    Example: noise/live-0 and fp8/live-0 stay; a/live-0 and b/live-1 become live-0 and live-1.
+    Example: noise/live-0 and fp8/live-0 keep two parts; a/live-0 and b/live-1 become live-0 and
+    live-1.
 
     Raises:
         ValueError: a directory is given twice, is no run, or has an invalid line; the error names

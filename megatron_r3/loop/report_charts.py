@@ -44,7 +44,7 @@ PARTS = {
         Chart("Reward", "update/reward mean", "",
             "Mean reward of the rollouts of a step. Healthy: it rises, and then stays up."),
         Chart("Groups with one reward", "update/groups with one reward", "percent",
-            "Share of rollouts whose group got equal rewards: they teach nothing. Healthy: few."),
+            "Share of rollouts in groups with equal rewards: they teach nothing. Healthy: few."),
         Chart("Entropy", "update/entropy", "",
             "How undecided the policy is. Healthy: a slow fall; at 0 nothing is explored."),
         Chart("Response length", "update/response length", "",
@@ -62,7 +62,7 @@ PARTS = {
         Chart("KL from sampler to trainer (k3)", "update/sampler k3 kl", "first",
             "How far their probabilities differ. Healthy: near 0, and without a lasting rise."),
         Chart("Extreme tokens, F(2)", "update/sampler extreme", "percent first",
-            "Share of tokens whose probabilities differ by more than a factor of 2. Healthy: 0 %."),
+            "Share of tokens with probabilities more than a factor of 2 apart. Healthy: 0 %."),
         Chart("Effective sample size", "update/effective sample size", "first",
             "Share of a step that the correction's weights keep. Healthy: near 1. It is 1 without "
             "a correction."),
@@ -90,7 +90,7 @@ PARTS = {
             "Share of fixed tokens with the trainer's experts, in the worst layer. Healthy: as "
             "for the first version."),
         Chart("Truth test of each collection", "examined: mismatch", "percent",
-            "Share of (row, layer) pairs of some rollouts whose experts differ from those of "
+            "Share of (row, layer) pairs of some rollouts with other experts than those of "
             "transformers under the same policy. Healthy: as at the start."),
         Chart("Seconds of a step", "update/seconds", "",
             "Without the wait for rollouts, checkpoints and publishing. Healthy: level."),
@@ -103,7 +103,7 @@ PARTS = {
 
 
 def figures_of(chart: Chart, runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """One figure for all runs, or one for each run; none if there are no values.
+    """One figure for all runs or, for maps and bars, one for each run; none without values.
 
     The page reads `title` and `text`; plotly gets `data` and `layout`.
     """
@@ -134,7 +134,7 @@ def figures_of(chart: Chart, runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def _colour(run: Run, runs: Sequence[Run]) -> str:
-    """The colour of a run: live-0 and live-1, whose names differ in the number only, have one."""
+    """The colour of a run; live-0 and live-1, which differ in the number only, have the same."""
     experiments = [*dict.fromkeys(re.sub(r"-\d+$", "", one.name) for one in runs)]
     return COLOURS[experiments.index(re.sub(r"-\d+$", "", run.name)) % len(COLOURS)]
 

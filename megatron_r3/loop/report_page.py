@@ -78,8 +78,8 @@ def warnings_of(run: Run) -> list[str]:
     verified = {event["version"] for event in run.of("pushed") if event["verified"]}
     if wrong := [event for event in run.of("collected") if event["version"] not in verified]:
         found.append(
-            f"{len(wrong)} collections were sampled by a version whose push is not recorded as "
-            f"verified, first: collection {wrong[0]['collection']} by version {wrong[0]['version']}"
+            f"{len(wrong)} collections were sampled by a version without a verified push, first: "
+            f"collection {wrong[0]['collection']} by version {wrong[0]['version']}"
         )
     # Only steps in which all routes were replayed from rollouts must dispatch them as recorded.
     replayed = run.metrics.get("update/routes from rollout", {})

@@ -61,8 +61,8 @@ def _add_report(commands: Commands[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "report",
         help=summary,
-        description=f"{summary}. Several runs are shown side by side; runs whose names differ in "
-        "the number at the end (live-0, live-1) are seeds, and have one colour. "
+        description=f"{summary}. Several runs are shown side by side; runs with names that differ "
+        "only in the number at the end (live-0, live-1) are seeds, and have one colour. "
         "The page needs no network. A run that is still going on can be reported too.",
     )
     add = parser.add_argument
@@ -85,7 +85,7 @@ def _begin(args: argparse.Namespace) -> Config:
 
 
 def _interruptible(part: Callable[[argparse.Namespace], int]) -> Callable[..., int]:
-    """The command with exit status 130 when a signal stops it, as after ctrl-C in a shell."""
+    """Make a command end with status 130 if a signal stops it, as after ctrl-C in a shell."""
 
     def run(args: argparse.Namespace) -> int:
         from megatron_r3.loop.processes import signals_raise
@@ -169,7 +169,7 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _routing(config: Config) -> str:
-    """Whose experts the trainer uses, in words."""
+    """Which experts the trainer uses, in words."""
     from megatron_r3.loop.trainer import trainer_command
 
     if "--moe-router-replay" in trainer_command(config):

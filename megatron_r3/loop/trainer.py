@@ -120,7 +120,8 @@ def printed_command(config: Config) -> str:
     If no step is left, the command is `true`, so that a job that is queued once more does nothing.
 
     Raises:
-        ConfigError: `launch` is missing; each host would then run a training of its own.
+        ConfigError: as `trainer_command`; or `launch` is missing, and each host would run a
+            training of its own.
     """
     if not config.trainer.launch:
         raise ConfigError(
@@ -173,7 +174,12 @@ def is_trained(config: Config) -> bool:
 
 
 def run_trainer(config: Config) -> int:
-    """Train; returns the command's exit status, or 0 if no step is left."""
+    """Train; returns the command's exit status, or 0 if no step is left.
+
+    Raises:
+        ConfigError: as `trainer_command`.
+        ValueError: this host does not have the command of [trainer] launch.
+    """
     if is_trained(config):
         return 0
     process = start(trainer_command(config), trainer_environment(config))

@@ -1,8 +1,9 @@
 """Adds Megatron-Bridge's LoRA adapters to the weights of a policy that is written.
 
-The adapter of a linear layer `W [out, in]` has `linear_in [r, in]` and `linear_out [out, r]`; the
-layer computes what `W + alpha / r * linear_out @ linear_in` would (megatron/bridge/peft/lora.py,
-releases 0.3.1 and 0.6.0). A model with other adapter tensors, for example DoRA's, is refused.
+The adapter of a linear layer with the weight `W [out, in]` has `linear_in [r, in]` and
+`linear_out [out, r]`. The layer computes as if its weight were
+`W + alpha / r * linear_out @ linear_in` (megatron/bridge/peft/lora.py, releases 0.3.1 and 0.6.0). A
+model with other adapter tensors, for example DoRA's, is refused.
 """
 
 from __future__ import annotations

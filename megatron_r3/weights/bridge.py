@@ -3,7 +3,7 @@
 `auto`, the default choice, takes this project's family if there is one, for two reasons. A bridge
 cannot move every model of a family (gpt-oss, a Qwen3-MoE with a dense layer). And files must not
 depend on which packages are installed: a resumed training compares its policies with those that it
-wrote earlier. If a bridge can move the model too, it writes the same bytes. For a model without a
+wrote earlier. Where both can move a model, tests found the same bytes. For a model without a
 family `auto` takes Megatron-Bridge or, if that does not know the model, mbridge; but a model of
 REFUSED is refused.
 """
@@ -114,7 +114,7 @@ def choose(choice: str, config: Mapping[str, Any], where: object, option: str = 
 
 
 def _why_not(name: str, config: Mapping[str, Any]) -> str | None:
-    """Why a bridge cannot move a model; None if it can."""
+    """Why a bridge cannot be chosen for a model; None if it can."""
     bridge = BRIDGES[name]
     try:
         found = importlib.util.find_spec(bridge.module)

@@ -1,4 +1,4 @@
-"""A model family whose tensors mbridge or Megatron-Bridge names and converts.
+"""A model family for which mbridge or Megatron-Bridge names and converts the tensors.
 
 A bridge gives transformers' names for a Megatron tensor, and converts the values. Everything else
 (what each rank sends, errors on all ranks, files, dtypes) is as for the families of this project.

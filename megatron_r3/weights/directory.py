@@ -35,8 +35,8 @@ class Reading(ExitStack):
     directory's index names or, without an index, all *.safetensors.
 
     Raises:
-        ValueError: a file is missing, not whole, or has a tensor that another file has too; or
-            there are no tensors.
+        ValueError: a file is missing (config.json too), is not whole, or has a tensor that another
+            file has too; or there are no tensors.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -131,7 +131,7 @@ def dtype_of(config: Mapping[str, Any], file: Path) -> torch.dtype:
         file: the config.json, named in messages.
 
     Raises:
-        ValueError: it is none of bfloat16, float16 and float32.
+        ValueError: the dtype is none of bfloat16, float16 and float32.
     """
     names = {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES}
     name = str(config.get("dtype", config.get("torch_dtype", "bfloat16")))

@@ -160,6 +160,6 @@ def check_described(
 
 
 def follows_last_layer(name: str, config: Any) -> bool:
-    """Whether a transformers tensor is of a layer behind Megatron's last layer, as MTP's are."""
+    """Whether a transformers tensor is of a layer after Megatron's last one, as MTP layers are."""
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     return layer is not None and int(layer[1]) >= config.num_layers

@@ -2,7 +2,7 @@
 
 For distributed checkpoints Megatron describes every tensor of a model (`sharded_state_dict`) by a
 key, the shape of the whole tensor, and the offset of this rank's part. This file reads that
-description, so no code of this package depends on how Megatron splits a model over ranks.
+description, so no code of megatron_r3/weights depends on how Megatron splits a model over ranks.
 
 Megatron's keys differ between models and layer specs. A `Place` removes three differences:
 
@@ -101,7 +101,7 @@ def pieces_of(models: Sequence[torch.nn.Module]) -> list[Piece]:
 
 
 def _refuse_fsdp(model: Any) -> None:
-    """Refuse FSDP, whose ranks hold ranges of flattened parameters."""
+    """Refuse FSDP: its ranks hold ranges of flattened parameters."""
     while model is not None:
         if "FSDP" in (name := type(model).__name__) or "FullySharded" in name:
             raise ValueError(

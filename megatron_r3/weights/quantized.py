@@ -45,7 +45,7 @@ class Fp8:
         return {n: (n, scale) for n in names if (scale := f"{n}_scale_inv") in names}
 
     def shape(self, values: Shape) -> Shape:
-        """The shape of a tensor whose stored values have the shape `values`."""
+        """A tensor's shape, computed from the shape of its stored values."""
         return values
 
     def dequantized(self, values: Tensor, scales: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ class Mxfp4:
         return experts, 2 * groups * size, columns
 
     def dequantized(self, values: Tensor, scales: Tensor) -> Tensor:
-        """The tensor in bfloat16, which has each value times each power of two exactly.
+        """The tensor in bfloat16, which holds each product of value and scale exactly.
 
         Raises:
             ValueError: a dtype, a shape or an exponent does not fit.
@@ -108,7 +108,7 @@ Format = Fp8 | Mxfp4  # how the quantized tensors of a directory are stored
 
 
 def _values_of(blocks: Tensor, scales: Tensor) -> Tensor:
-    """The rows of one expert, as they are stored."""
+    """The numbers of one expert's matrix, in the stored order: transposed."""
     table = torch.tensor([*_FP4, *(-value for value in _FP4)], dtype=torch.bfloat16)
     powers = torch.ldexp(torch.ones(_LARGEST + 1), torch.arange(_LARGEST + 1) - _ONE).bfloat16()
     # the lower four bits of a byte come first

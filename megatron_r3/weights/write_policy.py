@@ -89,12 +89,12 @@ def write_policy(
 
     Args:
         models: this rank's model chunks, in Megatron's wrappers or without.
-        directory: a folder on a file system that all ranks see. It has all files afterwards, or
-            does not exist.
+        directory: a folder on a file system that all ranks see. Afterwards it has all files; after
+            an error it has none.
         family: None means the family in config.json of `like` or, without `like`, the family that
             accepts the model.
-        like: a transformers directory of the same model, whose config.json and tokenizer files are
-            copied. If it is None, the family makes config.json, and no tokenizer is written.
+        like: a transformers directory of the same model; its config.json and tokenizer files are
+            copied. If `like` is None, the family makes config.json, and no tokenizer is written.
         dtype: the dtype of the weights in the files, except expert biases, which are in float32.
         vocab_size: how many rows of the vocabulary are written; padding rows follow them in the
             model.
@@ -129,7 +129,7 @@ def _model_to_write(
     dtype: torch.dtype,
     vocab_size: int,
 ) -> tuple[_Model, dict[str, Any]]:
-    """The model, and the config.json to write, {} with `like`; arguments as in `write_policy`."""
+    """The model, and the config.json to write ({} with `like`); arguments as in `write_policy`."""
     if my_rank() == 0:
         check_target(directory)
     if like is not None:
@@ -207,7 +207,7 @@ def _model_of(
     chosen = family or family_named(theirs.get("model_type"), where)
     size = vocab_size or theirs.get("vocab_size")
     if not isinstance(size, int) or size < 1:
-        raise ValueError(f"{where}: vocab_size is {quoted(size)}; expected a number of tokens")
+        raise ValueError(f"{where}: vocab_size is {quoted(size)}; expected a whole number above 0")
     model = _model(models, chosen, size)
     check_described(chosen, theirs, model.config, model.settings, where)
     return model
@@ -224,7 +224,10 @@ def _model(models: Sequence[torch.nn.Module], family: Family | None, vocab_size:
 
 
 def _check_plan(model: _Model, plan: Plan, adapters: Adapters | None = None) -> None:
-    """Refuse a model that has other tensors than the family maps and `adapters` adds."""
+    """Refuse a model with other tensors than those that the family maps and those of `adapters`.
+
+    An embedding with fewer rows than the vocabulary is refused too.
+    """
     mapped = {place for entry in model.mapped for place in entry.places}
     if adapters is not None:
         mapped.update(
@@ -260,7 +263,7 @@ def _write_files(
     directory: Path,
     dtype: torch.dtype,
 ) -> list[_File]:
-    """Write all files of weights; a rank writes the files whose tensors it gathers.
+    """Write all files of weights; a rank writes a file if it gathers the tensors of that file.
 
     Returns:
         The files that all ranks have written, in the order of their names.

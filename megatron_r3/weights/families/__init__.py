@@ -59,5 +59,7 @@ def family_of(config: Any, settings: ModelSettings) -> TableFamily:
         )
     if len(found) > 1:
         names = ", ".join(family.model_type for family in found)
-        raise ValueError(f"this model could be any of {names}: give a transformers directory of it")
+        raise ValueError(
+            f"this model could be any of {names}: name a transformers directory of the model"
+        )
     return found[0]

@@ -290,5 +290,5 @@ def plain_heads(config: Any) -> Needed:
 def _whole(theirs: Fields, name: str) -> int:
     """The value of a field that must be a whole number, 1 or more."""
     if type(value := theirs.get(name)) is not int or value < 1:
-        raise ValueError(f"{name} is {quoted(value)}; expected a whole number from 1 on")
+        raise ValueError(f"{name} is {quoted(value)}; expected a whole number, 1 or more")
     return value

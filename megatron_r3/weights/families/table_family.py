@@ -86,7 +86,7 @@ class TableFamily:
         config: fields of TransformerConfig that differ from PLAIN and from Megatron's defaults.
         settings: fields of ModelSettings that differ from _PLAIN_SETTINGS.
         layer: the tensors of every layer, without those of its MLP.
-        sparse, dense: the tensors of an MLP with experts, and of an MLP without.
+        sparse, dense: the tensors of an MLP with experts, and of an MLP without experts.
         predicts: whether layers for prediction (MTP) may follow the last layer.
         by_name: whether another family has the same Megatron models, so that only config.json shows
             that a model is of this family.

@@ -2,6 +2,8 @@
 
 The sampler is the embedded one, in float32; what it loads wrongly is changed in its memory after
 the load, so that it says that it has the policy.
+
+Shape suffixes (docs/glossary.md): K, L, N.
 """
 
 from __future__ import annotations

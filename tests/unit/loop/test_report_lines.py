@@ -113,7 +113,7 @@ WRONG = [
     (COLLECTOR, event_with("pushed", 1, verified=False, abs_dlogp=0.65),
         "the push of version 1 was not verified: |dlogp| is 0.65, the limit is 0.02"),
     (COLLECTOR, event_with("collected", 1, version=9),
-        "1 collections were sampled by a version whose push is not recorded as verified"),
+        "1 collections were sampled by a version without a verified push"),
     (COLLECTOR, event_with("examined", 1, alarms=["shifted rows: by one token"]),
         "rollouts of version 1 were not stored: shifted rows: by one token"),
     (METRICS, event_with("", 2, **{"routes dispatched as recorded": 0.999996}),
