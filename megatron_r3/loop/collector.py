@@ -22,7 +22,7 @@ from megatron_r3.collect.prompts import Prompt, read_prompts
 from megatron_r3.collect.reward import load_reward
 from megatron_r3.collect.server import Server
 from megatron_r3.data.engines.shape import EngineError, ModelShape
-from megatron_r3.loop.batches import BatchServer
+from megatron_r3.loop.batches import BatchClient
 from megatron_r3.loop.collected import Collected, end_tokens, measured
 from megatron_r3.loop.config import Config, ConfigError
 from megatron_r3.loop.examine_collection import examine_shard
@@ -244,14 +244,13 @@ class Collector:
             check=partial(examine_shard, policy, examined, note) if examined else None,
         )
         total, sampler = config.rollouts_per_collection, self._sampler
-        engine: Server
         if config.sampler.engine == "embedded":
-            # one request for the whole collection, which may take long and must not be sent twice
-            client = Client(config.sampler.url, 1, config.run.wait, 0, _RETRY_PAUSE_S)
-            batches = BatchServer(client, self.shape, self.sampling, total)
-            engine, concurrency = batches, total
+            client = BatchClient(config.sampler.url, config.run.wait, total)
+            engine = Server("sglang", client, self.shape, self.sampling)
+            engine.name = "transformers"  # the engine's name in the store
+            concurrency = total
             if sampler is not None:
-                sampler = partial(sampler, leave=batches.leave)
+                sampler = partial(sampler, leave=client.leave)
         else:
             engine = Server(config.sampler.engine, self._client(), self.shape, self.sampling)
             concurrency = config.sampler.concurrency

@@ -171,22 +171,17 @@ def _prompts(body: Mapping[str, Any], vocab_size: int | None) -> tuple[list[list
     return prompts, prompts is given
 
 
-_DEFAULTS = {"max_new_tokens": 128, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "n": 1}
-# parameters that, if given, must have these values
-_FIXED = {"min_p": 0.0, "n": 1}
+_DEFAULTS = {"max_new_tokens": 128, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
 
 
 def _sampling(params: Mapping[str, Any]) -> Sampling:
     """How to sample a prompt, read from the sampling parameters of a request."""
     first = {**_DEFAULTS, **params}
-    known = {*_DEFAULTS, *_FIXED, *PLAIN, "sampling_seed"}
-    if unknown := first.keys() - known:
+    unknown = first.keys() - {*_DEFAULTS, *PLAIN, "sampling_seed"}
+    if unknown or first["min_p"]:
         raise EngineError(
-            f"sampling_params: {min(unknown)!r} is not supported by the embedded sampler"
+            f"sampling_params: the embedded sampler does not take {min(unknown, default='min_p')!r}"
         )
-    for name, value in _FIXED.items():
-        if first.get(name, value) != value:
-            raise EngineError(f"sampling_params: {name} must be {value}")
     top_k = max(0, int(first["top_k"]))
     sampling = Sampling(
         int(first["max_new_tokens"]), float(first["temperature"]), float(first["top_p"]), top_k
