@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,36 +19,23 @@ else:
     import tomli as tomllib
 
 
-@dataclass(frozen=True)
 class RunDirectory:
-    """The paths of a run."""
+    """The paths of a run.
 
-    path: Path
+    Attributes:
+        path: the directory.
+        policies: what the trainer publishes and the sampler loads.
+        rollouts: the store that the collector fills and the trainer follows.
+        checkpoints: Megatron's checkpoints of the trainer.
+        metrics: what the trainer measured, one JSON line for each step.
+        config: the copy of the config (`keep_config`).
+    """
 
-    @property
-    def policies(self) -> Path:
-        """What the trainer publishes and the sampler loads."""
-        return self.path / "policies"
-
-    @property
-    def rollouts(self) -> Path:
-        """The store that the collector fills and the trainer follows."""
-        return self.path / "rollouts"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Megatron's checkpoints of the trainer."""
-        return self.path / "checkpoints"
-
-    @property
-    def metrics(self) -> Path:
-        """What the trainer measured, one JSON line for each step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def config(self) -> Path:
-        """The copy of the config (`keep_config`)."""
-        return self.path / "config.toml"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.policies, self.rollouts = path / "policies", path / "rollouts"
+        self.checkpoints, self.metrics = path / "checkpoints", path / "metrics.jsonl"
+        self.config = path / "config.toml"
 
     def events(self, part: str) -> Path:
         """What a part did, one JSON line for each event."""

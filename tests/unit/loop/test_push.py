@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,32 +71,26 @@ class Wrong(EmbeddedSampler):
             self.before = {name: tensor.clone() for name, tensor in state.items()}
 
 
-def not_loaded(index: int) -> Any:
-    def change(state: dict[str, torch.Tensor], before: dict[str, torch.Tensor]) -> None:
-        names = [name for name, t in state.items() if t.ndim > 1 and "gate.weight" not in name]
-        name = names[index % len(names)]
-        state[name].copy_(before[name])
-
-    return change
+State = dict[str, torch.Tensor]
 
 
-def expert_swapped(index: int) -> Any:
-    def change(state: dict[str, torch.Tensor], before: dict[str, torch.Tensor]) -> None:
-        names = sorted(name for name in state if name.endswith("experts.gate_up_proj"))
-        experts = state[names[index % len(names)]]
-        one, other = index % len(experts), (index + 1) % len(experts)
-        experts[[one, other]] = experts[[other, one]].clone()
-
-    return change
+def not_loaded(index: int, state: State, before: State) -> None:
+    names = [name for name, t in state.items() if t.ndim > 1 and "gate.weight" not in name]
+    name = names[index % len(names)]
+    state[name].copy_(before[name])
 
 
-def router_stale(index: int) -> Any:
-    def change(state: dict[str, torch.Tensor], before: dict[str, torch.Tensor]) -> None:
-        names = sorted(name for name in state if name.endswith("mlp.gate.weight"))
-        name = names[index % len(names)]
-        state[name].copy_(before[name])
+def expert_swapped(index: int, state: State, before: State) -> None:
+    names = sorted(name for name in state if name.endswith("experts.gate_up_proj"))
+    experts = state[names[index % len(names)]]
+    one, other = index % len(experts), (index + 1) % len(experts)
+    experts[[one, other]] = experts[[other, one]].clone()
 
-    return change
+
+def router_stale(index: int, state: State, before: State) -> None:
+    names = sorted(name for name in state if name.endswith("mlp.gate.weight"))
+    name = names[index % len(names)]
+    state[name].copy_(before[name])
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +123,7 @@ def test_a_wrong_push_is_stopped_each_time(policies, fault, times):
             floor = PushFloor()
             sampler.change = None
             push(url, first, floor)
-            sampler.change = fault(index)
+            sampler.change = partial(fault, index)
             with pytest.raises(PushError, match="does not compute it"):
                 push(url, second, floor)
             stopped += 1
