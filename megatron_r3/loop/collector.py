@@ -79,9 +79,9 @@ class Collector:
         lag, size = config.run.lag, config.prompts.per_collection
         if len(self.prompts) < (needed := (lag + 1) * size):
             raise ConfigError(
-                f"{config.path(config.prompts.file)}: {len(self.prompts)} prompts; a collection "
-                f"has {size}, and with lag {lag} policy 0 must sample no prompt twice: give "
-                f"{needed} or more, or lower [prompts] per_collection or [run] lag"
+                f"{config.path(config.prompts.file)}: {len(self.prompts)} prompts; policy 0 "
+                f"samples {lag + 1} x {size} prompts ([run] lag + 1 collections), and no prompt "
+                f"twice: give {needed} or more, or lower [prompts] per_collection or [run] lag"
             )
 
     def run(self) -> None:

@@ -127,10 +127,9 @@ def read_config(file: Path, host: str | None = None) -> Config:
 
 
 def _said(invalid: ValidationError) -> str:
-    """What pydantic says of the first wrong field, or of the first name that is no field.
+    """The text for the first name that is no field or, without one, for the first wrong field.
 
-    An unknown name is reported before any other error: if a field is misspelt, pydantic reports
-    the unknown name and also the missing field.
+    If a field is misspelt, pydantic reports the unknown name and also the missing field.
     """
     errors: list[Any] = [*invalid.errors()]
     error = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])

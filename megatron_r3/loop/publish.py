@@ -162,7 +162,7 @@ def _device() -> str:
 
 
 def _refuse_other(before: PublishedPolicy, now: PublishedPolicy) -> None:
-    """Refuse to go on if a version that may have sampled was published with other bytes."""
+    """Refuse to go on if a version was published before with other bytes: it may have sampled."""
     if before.files == now.files:
         return
     names = [n for n in now.files if before.files.get(n) != now.files[n]]

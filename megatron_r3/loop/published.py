@@ -144,7 +144,7 @@ def wait_for_policy(directory: Path, version: int, wait_s: float) -> PublishedPo
     while not (directory / version_name(version)).is_dir():
         if time.monotonic() >= end:
             newest = max(published(directory), default=None)
-            there = "none" if newest is None else f"the newest one is {newest}"
+            there = "no policy is there" if newest is None else f"the newest one is {newest}"
             raise PolicyError(
                 f"{directory}: policy {version} did not come within {wait_s:g} s ({there}): is the "
                 "trainer still running?"

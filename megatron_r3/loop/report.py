@@ -86,7 +86,7 @@ def read_run(directory: Path, name: str) -> Run:
 
 
 def _lines(path: Path, notes: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """For each line "FILE, line N" and its object. A line that is cut off is left out.
+    """Yield for each line its place, "FILE, line N", and its object, but no line that is cut off.
 
     A missing file has no lines.
     """

@@ -35,7 +35,7 @@ def trainer_command(config: Config) -> list[str]:
     for word in arguments:
         if word.partition("=")[0] in _OURS:
             raise ConfigError(
-                f"{config.file}: [trainer] arguments: {word} is for the loop to set: leave it out"
+                f"{config.file}: [trainer] arguments: the loop itself sets {word}: leave it out"
             )
     _check_sizes(config, arguments)
     steps = trainer.steps

@@ -267,7 +267,9 @@ def save_whole(models: Sequence[torch.nn.Module], args: Any) -> None:
             f"{_reason(error)}"
         ) from error
     if not Path(get_checkpoint_tracker_filename(args.save)).is_file():
-        raise ValueError(f"--save {folder}: Megatron wrote no checkpoint there")
+        raise ValueError(
+            f"--save {folder}: Megatron wrote no checkpoint there; see the lines above"
+        )
 
 
 def _iteration_0(folder: Path) -> Path:

@@ -63,7 +63,10 @@ class Reading(ExitStack):
 
     @property
     def names(self) -> set[str]:
-        """The names of all tensors; of a quantized tensor its own name, not that of its parts."""
+        """The names of all tensors; of a quantized tensor its own name, not those of its parts.
+
+        The parts are the values and the scales.
+        """
         parts = {part for both in self._parts.values() for part in both}
         return (self._of.keys() - parts) | self._parts.keys()
 
@@ -101,7 +104,7 @@ def _files_of(directory: Path) -> list[Path]:
     found = read_json(index.read_bytes(), str(index))
     names = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(names, dict):
-        raise ValueError(f"{index}: expected an object with weight_map")
+        raise ValueError(f"{index}: expected a JSON object with the field weight_map")
     for file in names.values():
         if not isinstance(file, str) or Path(file).name != file:
             raise ValueError(f"{index}: {quoted(file)} is no file of this folder")

@@ -30,7 +30,7 @@ class Part:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The slices of the whole tensor that are the part."""
+        """The slices that select the part in the whole tensor."""
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
 
 

@@ -17,11 +17,11 @@ def family_named(model_type: object, where: object) -> TableFamily:
     """The family of a config.json's `model_type`.
 
     Args:
-        model_type: the field's value in the file, maybe no string.
+        model_type: the field's value in the file; it may be no string.
         where: the file; messages name it.
 
     Raises:
-        ValueError: there is no such family.
+        ValueError: this project has no such family; for a type of REFUSED the message says why.
     """
     if isinstance(model_type, str) and model_type in FAMILIES:
         return FAMILIES[model_type]

@@ -111,7 +111,7 @@ class TableFamily:
         object.__setattr__(self, "rows", rows)
 
     def attributes(self) -> set[str]:
-        """The fields of TransformerConfig or ModelSettings that the rows write or need."""
+        """The fields of TransformerConfig or ModelSettings that the rows read."""
         return {name for row in self.rows for name in row.attributes}
 
     def known_fields(self) -> set[str]:
@@ -174,7 +174,7 @@ class TableFamily:
         """Megatron's arguments for the model that a config.json describes.
 
         Raises:
-            ValueError: naming a field that is missing, or whose value Megatron does not support.
+            ValueError: a field is missing, or has a value that Megatron does not support.
         """
         fields = self.described(hf_config)
         found = [word for row in self.rows for word in row.arguments(fields[row.name], fields)]
@@ -187,7 +187,7 @@ class TableFamily:
         `max_position_embeddings`.
 
         Raises:
-            ValueError: naming a field that is missing, or whose value Megatron does not support.
+            ValueError: a field is missing, or has a value that Megatron does not support.
         """
         if (named := hf_config.get("model_type")) != self.model_type:
             raise ValueError(f"model_type is {quoted(named)}; expected {self.model_type}")
@@ -223,7 +223,7 @@ class TableFamily:
                 )
 
     def _refuse_unknown(self, hf_config: Fields, rope: Mapping[str, Any]) -> None:
-        """Refuse a config.json with a field whose effect this project does not know.
+        """Refuse a config.json with a field that this project does not know.
 
         Raises:
             ValueError: naming the field.

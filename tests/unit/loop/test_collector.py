@@ -223,7 +223,7 @@ def test_a_prompt_file_that_is_too_short_is_refused(folder, capsys):
     file = write_run(folder, 1)
     file.write_text(file.read_text().replace("per_collection = 4", "per_collection = 40"))
     assert main(["rl", "collector", str(file)]) == 1
-    assert "6 prompts; a collection has 40" in capsys.readouterr().err
+    assert "6 prompts; policy 0 samples 1 x 40 prompts" in capsys.readouterr().err
 
 
 AGENTS = """

@@ -115,8 +115,8 @@ def test_paths_are_relative_to_the_file_and_variables_are_filled_in(file, monkey
         ("--bf16", "--global-batch-size is missing"),
         ("--global-batch-size 6", "are 6 rollouts; a collection has 12"),
         ("--global-batch-size 6 --rollouts-mini-steps 2", "make 2 optimizer steps on a collection"),
-        ("--global-batch-size 12 --save x", "--save is for the loop to set"),
-        ("--global-batch-size 12 --rollouts=x", "--rollouts=x is for the loop to set"),
+        ("--global-batch-size 12 --save x", "the loop itself sets --save: leave it out"),
+        ("--global-batch-size 12 --rollouts=x", "the loop itself sets --rollouts=x: leave"),
         (
             "--global-batch-size 12 --lr-warmup-iters 3",
             "--lr-warmup-iters 3 must be less than 3 steps",
