@@ -25,7 +25,7 @@ class _Waiting(NamedTuple):
 
 
 class BatchClient(Client):
-    """A client that waits until every sample under way asks for a response, and sends one request.
+    """A client that waits until every sample under way asks; then it sends one request for all.
 
     Args:
         url: the sampler's address.

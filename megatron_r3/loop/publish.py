@@ -72,7 +72,7 @@ class Publisher:
         self._family: Family | None = None  # chosen when the models are known
 
     def begin(self, models: list[Any], iteration: int) -> None:
-        """Publish the policy after `iteration` steps, if that is a version.
+        """Publish the policy after `iteration` steps, if that is a multiple of the interval.
 
         Called when the model is loaded, and before each step.
         """

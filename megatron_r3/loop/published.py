@@ -83,7 +83,7 @@ class PublishedPolicy:
         """Refuse a directory with other files than those that the trainer wrote.
 
         Raises:
-            PolicyError: naming the file.
+            PolicyError: the message names the file.
         """
         names = {path.name for path in self.path.iterdir()} - {MANIFEST}
         for name in sorted(names ^ self.files.keys()):

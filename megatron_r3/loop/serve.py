@@ -105,16 +105,12 @@ def _listen(host: str, port: int) -> socket.socket:
     Upstream opens the port with SO_REUSEPORT, by which its four processes share the requests. A
     second server on the port would then take some of the requests, with other weights.
     """
-    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listening.bind((host, port))
-        listening.listen()
+        return socket.create_server((host, port))
     except OSError as error:
         raise ValueError(
             f"--host {host} --port {port}: cannot listen ({error.strerror})"
         ) from error
-    return listening
 
 
 def _end_with_parent() -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,6 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_r3.replay.layers import unwrapped
 from megatron_r3.replay.words import one_line
 from megatron_r3.train.launch import built_from
+from megatron_r3.train.publish_options import refuse_folder
 from megatron_r3.weights.all_ranks import everyones, my_rank, together
 from megatron_r3.weights.family import VOCABULARY
 from megatron_r3.weights.known import differing
@@ -230,15 +230,7 @@ def check_save(args: Any) -> None:
         raise ValueError(
             f"--save {folder}: there is a checkpoint already: choose another folder, or move it"
         )
-    try:
-        is_new = not folder.exists()
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-        if is_new:  # an import that is refused later must leave no folder
-            folder.rmdir()
-    except OSError as error:
-        raise ValueError(f"--save {folder}: cannot be written ({error.strerror})") from error
+    refuse_folder("--save", folder)
 
 
 def save_whole(models: Sequence[torch.nn.Module], args: Any) -> None:

@@ -62,7 +62,7 @@ class _Model:
 
 @dataclass(frozen=True)
 class _File:
-    """A file that this rank has written."""
+    """A file of weights that a rank has written."""
 
     name: str
     names: list[str]  # of its tensors

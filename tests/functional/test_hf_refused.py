@@ -277,7 +277,7 @@ def test_an_import_without_a_place_for_it(patched, policy, tmp_path):
     refuses_import(patched, policy.hf, [], "--hf-import needs --save DIR")
     (tmp_path / "file").write_text("")
     below = ["--save", str(tmp_path / "file" / "checkpoint")]
-    refuses_import(patched, policy.hf, below, below[1], "cannot be written")
+    refuses_import(patched, policy.hf, below, below[1], "is a file: name another folder")
     before = everything(policy.checkpoint)
     there = ["--save", str(policy.checkpoint)]
     refuses_import(patched, policy.hf, there, there[1], "there is a checkpoint already")
