@@ -14,8 +14,7 @@ import importlib.metadata
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,10 @@ import torch
 
 from megatron_r3.replay.layers import unwrapped
 from megatron_r3.replay.words import one_line, quoted
-from megatron_r3.weights import bridge_mbridge, bridge_megatron_bridge
 from megatron_r3.weights.all_ranks import everyones, my_rank, together
 from megatron_r3.weights.bridge_family import BridgeFamily, Translator, shapes_of
+from megatron_r3.weights.bridge_mbridge import Mbridge
+from megatron_r3.weights.bridge_megatron_bridge import MegatronBridge
 from megatron_r3.weights.directory import CONFIG, read_config
 from megatron_r3.weights.families import FAMILIES, REFUSED, family_named
 from megatron_r3.weights.family import Family, check_described, settings_of
@@ -36,31 +36,8 @@ from megatron_r3.weights.pieces import Place, pieces_of
 OPTION, VARIABLE = "--hf-bridge", "MEGATRON_R3_HF_BRIDGE"
 
 
-@dataclass(frozen=True)
-class _Bridge:
-    """A library that may be installed.
-
-    Attributes:
-        module: the name under which it is imported.
-        known: returns the models that the library knows, as values of a field of config.json, and
-            the name of that field.
-        translator: makes a Translator from a title, transformers' config, and Megatron's
-            TransformerConfig.
-    """
-
-    module: str
-    known: Callable[[], tuple[set[str], str]]
-    translator: Callable[[str, Any, Any], Translator]
-
-
-BRIDGES = {  # by the name on PyPI, in the order in which `auto` tries them
-    "megatron-bridge": _Bridge(
-        "megatron.bridge",
-        bridge_megatron_bridge.known_models,
-        bridge_megatron_bridge.MegatronBridge,
-    ),
-    "mbridge": _Bridge("mbridge", bridge_mbridge.known_models, bridge_mbridge.Mbridge),
-}
+# by the name on PyPI, in the order in which `auto` tries them
+BRIDGES: dict[str, type[Translator]] = {"megatron-bridge": MegatronBridge, "mbridge": Mbridge}
 CHOICES = ("auto", *BRIDGES, "own")
 
 
@@ -123,12 +100,12 @@ def _why_not(name: str, config: Mapping[str, Any]) -> str | None:
     if found is None:
         return f"{name} is not installed (pip install {name})"
     try:
-        known, field = bridge.known()
+        known = bridge.known_models()
     except Exception as error:  # the import of a foreign package can raise anything
         return f"{_title(name)} cannot be imported: {_reason(error)}"
-    theirs = config.get(field)
+    theirs = config.get(bridge.field)
     if not known & {str(each) for each in (theirs if isinstance(theirs, list) else [theirs])}:
-        return f"{_title(name)} does not know the {field} {quoted(theirs)}"
+        return f"{_title(name)} does not know the {bridge.field} {quoted(theirs)}"
     return None
 
 
@@ -185,7 +162,7 @@ def _bridged(
     chunk: Any = unwrapped(models[0])
     theirs, where = _hf_config(directory), directory / CONFIG
     try:
-        translator = BRIDGES[name].translator(title, theirs, chunk.config)
+        translator = BRIDGES[name](title, theirs, chunk.config)
     except Exception as error:  # a foreign package can raise anything
         raise ValueError(f"{where}: {title} refuses this config: {_reason(error)}") from error
     family = BridgeFamily(translator, theirs, places, shapes_of(directory))

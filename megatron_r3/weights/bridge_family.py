@@ -36,11 +36,29 @@ Shapes = Mapping[str, tuple[int, ...]]
 class Translator(Protocol):
     """A bridge's names and conversions for one model. The methods do not communicate.
 
+    Args:
+        title: the bridge and its version, for messages.
+        hf_config: transformers' config of the model.
+        config: Megatron's TransformerConfig.
+
     Attributes:
-        title: the bridge and its version.
+        module: the name under which the bridge is imported.
+        field: the field of config.json by which the bridge knows a model.
     """
 
+    module: str
+    field: str
     title: str
+
+    def __init__(self, title: str, hf_config: Any, config: Any) -> None: ...
+
+    @staticmethod
+    def known_models() -> set[str]:
+        """The values of `field` in the models that the bridge knows.
+
+        Raises:
+            ImportError: the bridge cannot be imported. The import may raise other errors too.
+        """
 
     def built(self) -> Any:
         """The config that the bridge makes of config.json, with TransformerConfig's fields."""

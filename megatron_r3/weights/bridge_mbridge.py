@@ -20,12 +20,9 @@ class Mbridge:
     """The translator (`megatron_r3.weights.bridge_family.Translator`) of one model.
 
     Megatron's process groups must exist.
-
-    Args:
-        title: mbridge and its version, for messages.
-        hf_config: transformers' config of the model.
-        config: Megatron's TransformerConfig.
     """
+
+    module, field = "mbridge", "model_type"
 
     def __init__(self, title: str, hf_config: Any, config: Any) -> None:
         from mbridge import AutoBridge
@@ -65,13 +62,9 @@ class Mbridge:
         whole: Tensor = self._bridge._weight_to_mcore_format(name, list(parts))
         return whole
 
+    @staticmethod
+    def known_models() -> set[str]:
+        """See `Translator`."""
+        from mbridge import AutoBridge
 
-def known_models() -> tuple[set[str], str]:
-    """The models that mbridge knows, by a field of config.json, and the field's name.
-
-    Raises:
-        ImportError: mbridge cannot be imported. The import may raise other errors too.
-    """
-    from mbridge import AutoBridge
-
-    return set(AutoBridge.list_supported_models()), "model_type"
+        return set(AutoBridge.list_supported_models())

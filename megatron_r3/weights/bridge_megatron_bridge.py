@@ -17,13 +17,9 @@ from torch import Tensor
 
 
 class MegatronBridge:
-    """The translator (`megatron_r3.weights.bridge_family.Translator`) of one model.
+    """The translator (`megatron_r3.weights.bridge_family.Translator`) of one model."""
 
-    Args:
-        title: Megatron-Bridge and its version, for messages.
-        hf_config: transformers' config of the model.
-        config: Megatron's TransformerConfig.
-    """
+    module, field = "megatron.bridge", "architectures"
 
     def __init__(self, title: str, hf_config: Any, config: Any) -> None:
         from megatron.bridge import AutoBridge
@@ -70,6 +66,13 @@ class MegatronBridge:
             whole: Tensor = mapping.hf_to_megatron(read, self._module)
         return whole
 
+    @staticmethod
+    def known_models() -> set[str]:
+        """See `Translator`. The import needs Transformer Engine."""
+        from megatron.bridge import AutoBridge
+
+        return set(AutoBridge.list_supported_models())
+
     def _mapping(self, name: str) -> Any:
         with _alone():
             return self._registry.megatron_to_hf_lookup(name)
@@ -107,15 +110,3 @@ def _alone() -> Iterator[None]:
         yield
     finally:
         param_mapping.mpu, base.gather_from_ep_ranks = groups, gather
-
-
-def known_models() -> tuple[set[str], str]:
-    """The models that Megatron-Bridge knows, by a field of config.json, and the field's name.
-
-    Raises:
-        ImportError: Megatron-Bridge, or Transformer Engine, which it needs, cannot be imported.
-            The import may raise other errors too.
-    """
-    from megatron.bridge import AutoBridge
-
-    return set(AutoBridge.list_supported_models()), "architectures"
