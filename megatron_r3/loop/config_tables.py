@@ -132,7 +132,8 @@ class CollectorTable(Table):
 
     Attributes:
         agent: module:function, an async function that takes a client and the prompt's line, and
-            returns the reward. Without it each sample is one response to the prompt.
+            returns the reward; None leaves the reward to [prompts] reward. Without an agent each
+            sample is one response to the prompt.
     """
 
     agent: str = ""

@@ -20,8 +20,8 @@ STOP_S = 10.0  # between SIGTERM and SIGKILL
 # The guard runs a command. When the process that started the guard ends, in whatever way, the
 # guard's stdin, a pipe, is closed: the guard then kills the command and all that it has started.
 # torchrun gives each rank a session of its own, so killing a process group is not enough. The guard
-# is a subreaper (PR_SET_CHILD_SUBREAPER, 36): a process whose parent has died becomes the guard's
-# child, so all processes of the command stay below the guard.
+# is a subreaper (PR_SET_CHILD_SUBREAPER, 36): a process without a living parent becomes the
+# guard's child, so all processes of the command stay below the guard.
 _GUARD = """
 import ctypes, os, signal, subprocess, sys, threading
 ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)

@@ -2,9 +2,9 @@
 
 Version v is the policy after v * interval optimizer steps. Each version is published just before
 the step that follows it, so after its checkpoint if one is due; the last version, which no step
-follows, is published after its own step. All ranks write a version together, each rank its weights,
-into a temporary folder, which is renamed when it is complete. A resumed training reaches versions
-that are published already: it compares their bytes, and refuses to go on if they differ.
+follows, is published after its own step. All ranks write a version together into a temporary
+folder, which is renamed when it is complete. A resumed training reaches versions that are published
+already: it compares their bytes, and refuses to go on if they differ.
 """
 
 from __future__ import annotations

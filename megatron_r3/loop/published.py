@@ -3,7 +3,7 @@
     policies/v000003/config.json, tokenizer files, model-*.safetensors, policy.json
 
 A version appears whole or not at all, and is never changed. policy.json has the digest of each
-file, and the probe: what the trainer computes on fixed tokens with these weights (probe.py).
+other file, and the probe: what the trainer computes on fixed tokens with these weights (probe.py).
 """
 
 from __future__ import annotations

@@ -213,11 +213,11 @@ def by_layer(source: str, run: Run) -> dict[str, Curve]:
 
 
 def stage_times(run: Run) -> dict[str, Curve]:
-    """Seconds of each stage by collection; the stages add up to the elapsed time.
+    """Seconds of each stage by collection; they add up to the time since the collection before.
 
-    Waiting and pushing belong to the collection that follows them. "The rest" is the elapsed time
-    without the measured stages: the time in which the collector was dead, for example. The first
-    collection has a rest of 0, since no event says when that collection began.
+    Waiting and pushing belong to the collection that follows them. "The rest" is that time without
+    the measured stages: the time in which the collector was dead, for example. The first collection
+    has a rest of 0, since no event says when that collection began.
     """
     times: dict[str, Curve] = {stage: {} for stage in STAGES}
     spent = dict.fromkeys(("collected", "pushed", "waited"), 0.0)

@@ -27,25 +27,12 @@ def add_rl(subparsers: Commands[argparse.ArgumentParser]) -> None:
     for name, summary, run in (
         ("run", "start and supervise sampler, collector and trainer on this host", _run),
         ("sampler", "the sampler alone", _sampler),
-        (
-            "collector",
-            "the collector alone: push each policy, verify it, sample with it",
-            _collector,
-        ),
+        ("collector", "the collector alone: push and verify each policy, then sample", _collector),
         ("trainer", "the trainer alone, on this host", _trainer),
-        (
-            "check",
-            "check the config and the files that it names, without starting anything",
-            _check,
-        ),
+        ("check", "check the config and the files that it names; start nothing", _check),
     ):
-        command = commands.add_parser(
-            name,
-            help=summary,
-            description=f"{summary}."
-            if name == "check"
-            else f"{summary}. The same command goes on where a killed one stopped.",
-        )
+        more = "" if name == "check" else " The same command goes on where a killed one stopped."
+        command = commands.add_parser(name, help=summary, description=f"{summary}.{more}")
         command.add_argument("config", type=Path, metavar="CONFIG.toml", help="the run's config")
         if name == "trainer":
             text = "print the command to start on each host, and train nothing"

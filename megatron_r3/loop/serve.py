@@ -5,9 +5,9 @@
 
 Engine and server are those of Megatron 0.19 and later; the tree must be patched, or responses have
 no routes. In a git checkout tools/run_dynamic_text_generation_server.py starts the same server.
-This script adds three things. A page /server_info tells `megatron-r3 rollouts collect` whether
+This script adds four things. A page /server_info tells `megatron-r3 rollouts collect` whether
 server and weights are still the same. A request that would end the engine is answered with 400. A
-checkpoint that does not fit the model exactly is refused.
+checkpoint that does not fit the model exactly is refused. No second server can share the port.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A bridge gives transformers' names for a Megatron tensor, and converts the value
 (what each rank sends, errors on all ranks, files, dtypes) is as for the families of this project.
 The libraries' own export and import are not called, because they
 
-- skip a tensor for which they have no name (only Megatron-Bridge, with a warning),
+- skip a tensor for which they have no name, with a warning (Megatron-Bridge),
 - know the names of experts in Transformer Engine's layers only, not in local ones,
 - leave the other ranks waiting when one rank fails midway,
 - put each tensor on every rank.

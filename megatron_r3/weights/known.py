@@ -2,9 +2,9 @@
 
 An option that is not listed here counts as an option that changes the model, so that an option of a
 newer Megatron is not ignored. A checkpoint with another value of such an option is not loaded, and
-a model with the option set is not moved. Whoever adds a release line reads what its new options do,
-and lists those that change nothing in CHANGE_NOTHING. proof/fidelity/model_options.py finds the
-options of a tree that are in no list yet.
+a model with such an option is moved only if its family describes the option. Whoever adds a release
+line reads what its new options do, and lists those that change nothing in CHANGE_NOTHING.
+proof/fidelity/model_options.py finds the options of a tree that are in no list yet.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The kinds of rows in a family's table. A row is a property that config.json and Megatron share.
+"""The kinds of rows in a family's table. A row says what fields of config.json mean for Megatron.
 
 A row serves three purposes: to translate config.json into Megatron's arguments, to write the
 config.json of a Megatron model, and to compare a config.json with a Megatron model.
