@@ -18,10 +18,6 @@ from megatron_r3.data.truth import examine
 from megatron_r3.loop.published import PublishedPolicy, version_name
 
 
-class RowsError(ValueError):
-    """A shard's truth test has an alarm, or could not be made; the message says why."""
-
-
 def examine_shard(
     policy: PublishedPolicy,
     number: int,
@@ -39,7 +35,7 @@ def examine_shard(
         info: the store's description of the model.
 
     Raises:
-        RowsError: the test has an alarm, or transformers failed.
+        ValueError: the test has an alarm, or transformers failed.
     """
     some = np.unique(np.linspace(0, len(shard) - 1, min(number, len(shard))).astype(int))
     named = {f"rollout {shard[i].group}, sample {shard[i].sample}": shard[i] for i in some.tolist()}
@@ -49,7 +45,7 @@ def examine_shard(
     try:
         agreement = compare_rollouts(named, info, policy.path, before, "the shard")
     except EngineError as error:  # transformers failed here: sampling again would not help
-        raise RowsError(f"the truth test of policy {policy.version}: {error}") from error
+        raise ValueError(f"the truth test of policy {policy.version}: {error}") from error
     report = examine(agreement.compared, info.moe_layers, model=f"policy {policy.version}")
     numbers = agreement.numbers(report)
     note(
@@ -62,7 +58,7 @@ def examine_shard(
         alarms=[str(alarm) for alarm in report.alarms],
     )
     if report.alarms:
-        raise RowsError(
+        raise ValueError(
             f"the truth test of {numbers['rollouts']} rollouts of policy {policy.version}: "
             f"{'; '.join(map(str, report.alarms))}. The shard's {len(shard)} rollouts are not "
             "stored (docs/truth.md)"

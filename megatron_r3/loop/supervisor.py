@@ -20,17 +20,13 @@ _POLL_S = 0.1
 _BEGIN = "--- started"  # a line of a log: a new process begins here
 
 
-class RunFailed(ValueError):
-    """A part of the run failed; the message names its log."""
-
-
 def run(config: Config) -> None:
     """Keep the parts running until the run is over, and print a line for each new collection.
 
     The caller makes signals raise (`signals_raise`). If the run is over already, no part starts.
 
     Raises:
-        RunFailed: a part ended with an error message, or died too often.
+        ValueError: a part ended with an error message, or died too often. The message names the log.
     """
     if is_trained(config):
         return
@@ -82,9 +78,9 @@ def _ended(config: Config, part: str, status: int, deaths: dict[str, int]) -> bo
     log = config.directory.log(part)
     if status == 1 and (error := _refusal(log)):
         # the same command would fail with the same error
-        raise RunFailed(f"{part} (status {status}, {log}): {error}")
+        raise ValueError(f"{part} (status {status}, {log}): {error}")
     if deaths[part] > config.run.restarts:
-        raise RunFailed(f"{part} died {deaths[part]} times (status {status}); see {log}")
+        raise ValueError(f"{part} died {deaths[part]} times (status {status}); see {log}")
     print(f"the {part} died (status {status}) and is started again; see {log}", flush=True)
     return False
 

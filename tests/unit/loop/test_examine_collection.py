@@ -17,7 +17,6 @@ from megatron_r3.data.store.files import SHARD_GLOB
 from megatron_r3.loop.collector import Collector
 from megatron_r3.loop.config import read_config
 from megatron_r3.loop.embedded import EmbeddedSampler
-from megatron_r3.loop.examine_collection import RowsError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -65,7 +64,7 @@ def test_right_rows_are_stored(config):
 
 def test_rows_of_other_tokens_are_not_stored(config):
     sampler = Shifts()
-    with served(sampler, config.sampler.port), pytest.raises(RowsError, match="shifted rows") as e:
+    with served(sampler, config.sampler.port), pytest.raises(ValueError, match="shifted rows") as e:
         Collector(config).run()
     assert "12 rollouts are not stored" in str(e.value)
     (shard,) = Path(config.directory.rollouts).glob(SHARD_GLOB)  # of the first policy
