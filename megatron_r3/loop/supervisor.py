@@ -26,7 +26,7 @@ def run(config: Config) -> None:
     The caller makes signals raise (`signals_raise`). If the run is over already, no part starts.
 
     Raises:
-        ValueError: a part ended with an error message, or died too often. The message names the log.
+        ValueError: a part ended with an error message, or died too often; the error names its log.
     """
     if is_trained(config):
         return
