@@ -162,13 +162,10 @@ class Loader:
 
     async def _mark(self, policy: PublishedPolicy) -> None:
         """Tell the server the name of its policy, which the server reports from then on."""
-        body = {"new_version": policy.name}
+        body: dict[str, Any] = {"new_version": policy.name}
         if self.engine == "sglang":
-            await self._post(
-                "/update_weight_version", {**body, "abort_all_requests": False}, policy
-            )
-        else:
-            await self._post("/update_weight_version", body, policy)
+            body["abort_all_requests"] = False
+        await self._post("/update_weight_version", body, policy)
 
     async def _post(self, path: str, body: Mapping[str, Any], policy: PublishedPolicy) -> None:
         answer = await self._client.post(path, body, MOST_BYTES)

@@ -71,11 +71,8 @@ def _run_servers(config: Config) -> int:
             if running is None or (wanted != version and not config.sampler.in_place):
                 if running is not None:
                     stop(running)
-                policy = wait_for_policy(policies, wanted, wait)
-                running, version = (
-                    start(_command(config, policy), config.sampler.environment),
-                    wanted,
-                )
+                command = _command(config, wait_for_policy(policies, wanted, wait))
+                running, version = start(command, config.sampler.environment), wanted
                 print(f"server of policy {version}: {config.sampler.url}", flush=True)
             if (status := running.poll()) is not None:
                 return status or 1

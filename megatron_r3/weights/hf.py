@@ -63,7 +63,11 @@ def _run() -> None:
     # Building the model takes long, so all checks that need no model come first.
     on_first_rank(lambda: _check(args))
     models = build_models(args)
-    family = _family(args, models)
+    if directory := args.hf_import or args.hf_like:
+        family: Family = chosen_family(args.hf_bridge, directory, models)
+    else:
+        chunk: Any = unwrapped(models[0])
+        family = together(lambda: family_of(chunk.config, settings_of(chunk, args.vocab_size)))
     if args.hf_import is not None:
         read_policy(models, args.hf_import, family, vocab_size=args.vocab_size)
         save_whole(models, args)
@@ -73,15 +77,6 @@ def _run() -> None:
     if (like := args.hf_like) is not None:
         dtype = together(lambda: dtype_of(read_config(like), like / CONFIG))
     write_policy(models, args.hf_export, family, like, dtype, vocab_size=args.vocab_size)
-
-
-def _family(args: Any, models: list[torch.nn.Module]) -> Family:
-    """The family that converts the weights. All ranks must call this function."""
-    directory = args.hf_import or args.hf_like
-    if directory is not None:
-        return chosen_family(args.hf_bridge, directory, models)
-    chunk: Any = unwrapped(models[0])
-    return together(lambda: family_of(chunk.config, settings_of(chunk, args.vocab_size)))
 
 
 def _check(args: Any) -> None:
