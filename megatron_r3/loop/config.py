@@ -88,11 +88,16 @@ class Config(Table):
         return max(0, collection - self.run.lag)
 
 
-def parse_config(file: Path) -> Config:
-    """Read a config, without checking the files that it names.
+def read_config(file: Path, host: str | None = None) -> Config:
+    """Read a config; check the folders that it names, and the rules between its fields.
+
+    Args:
+        host: replaces [sampler] host; None keeps the config's.
 
     Raises:
-        ConfigError: the file cannot be read, or is not TOML, or a field is wrong.
+        ConfigError: the file cannot be read, or is not TOML; a field is wrong, or fields exclude
+            each other; a folder is missing, the tree is not patched, or a path has a variable that
+            is not set.
     """
     try:
         tables = tomllib.loads(file.read_text(encoding="utf-8"))
@@ -103,22 +108,9 @@ def parse_config(file: Path) -> Config:
     if "file" in tables:  # `file` is a field of Config, and not a table of the file
         raise ConfigError(f"{file}: [file]: no such table")
     try:
-        return Config(file=file.resolve(), **tables)
+        config = Config(file=file.resolve(), **tables)
     except ValidationError as error:
         raise ConfigError(f"{file}: {_said(error)}") from error
-
-
-def read_config(file: Path, host: str | None = None) -> Config:
-    """Read a config; check the folders that it names, and the rules between its fields.
-
-    Args:
-        host: replaces [sampler] host; None keeps the config's.
-
-    Raises:
-        ConfigError: as `parse_config`; or a folder is missing, the tree is not patched, a path has
-            a variable that is not set, or fields exclude each other.
-    """
-    config = parse_config(file)
     if host is not None:
         sampler = config.sampler.model_copy(update={"host": host})
         config = config.model_copy(update={"sampler": sampler})
