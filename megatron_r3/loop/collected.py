@@ -68,15 +68,14 @@ def measured(config: Config, collection: int, ends: set[int]) -> dict[str, Any]:
 def told(config: Config) -> list[str]:
     """A line for each collection that has an event `collected`, in the order of collections."""
     last: dict[int, str] = {}
-    for event in config.directory.read_events("collector"):
-        if event.get("event") == "collected":
-            number = int(event["collection"])
-            # no `seconds` if the collector was killed before it wrote the event, and restarted
-            took = f" in {event['seconds']:.1f} s" if "seconds" in event else ""
-            last[number] = (
-                f"collection {number}: policy {event['version']}, reward {event['reward']:.4f}, "
-                f"{event['rollouts']} rollouts{took}"
-            )
+    for event in config.directory.read_events("collector", "collected"):
+        number = int(event["collection"])
+        # no `seconds` if the collector was killed before it wrote the event, and restarted
+        took = f" in {event['seconds']:.1f} s" if "seconds" in event else ""
+        last[number] = (
+            f"collection {number}: policy {event['version']}, reward {event['reward']:.4f}, "
+            f"{event['rollouts']} rollouts{took}"
+        )
     return [last[number] for number in sorted(last)]
 
 

@@ -92,11 +92,8 @@ class Collector:
                 truth test has an alarm, or five attempts at a collection failed.
         """
         stored = Collected(self.config).count()
-        noted = {
-            event["collection"]
-            for event in self.directory.read_events(PART)
-            if event.get("event") == "collected"
-        }
+        events = self.directory.read_events(PART, "collected")
+        noted = {event["collection"] for event in events}
         for number in sorted({*range(stored)} - noted):
             self._note_collected(number)  # the collector was killed before it wrote this event
         for number in range(stored, self.config.run.collections):
@@ -168,8 +165,8 @@ class Collector:
         """
         pushed = [
             int(event["version"])
-            for event in self.directory.read_events(PART)
-            if event.get("event") == "pushed" and event["verified"] and event["version"] != version
+            for event in self.directory.read_events(PART, "pushed")
+            if event["verified"] and event["version"] != version
         ]
         if not pushed or pushed[-1] not in published(self.directory.policies):
             return None
@@ -205,10 +202,8 @@ class Collector:
     def _floor(self) -> PushFloor:
         """The floor from the run's events `compared` and `pushed`, also those before a restart."""
         floor = PushFloor()
-        for event in self.directory.read_events(PART):
-            if event.get("event") == "compared" or (
-                event.get("event") == "pushed" and event["verified"]
-            ):
+        for event in self.directory.read_events(PART, "compared", "pushed"):
+            if event.get("verified", True):  # `compared` does not say it
                 floor.accept(
                     Difference(
                         event["abs_dlogp"],

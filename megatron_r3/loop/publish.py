@@ -100,7 +100,8 @@ class Publisher:
             if size:
                 fields |= {"bytes": size, "seconds": time.monotonic() - started}
             # A training that was killed may have written this version without its event.
-            if size or version not in self._noted():
+            noted = self._events.read_events("trainer", "published")
+            if size or version not in {event.get("version") for event in noted}:
                 self._events.note("trainer", "published", **fields)
             if size:
                 self._remove_old()
@@ -142,11 +143,6 @@ class Publisher:
         if torch.distributed.get_rank() == 0:
             shutil.rmtree(again)
         return 0
-
-    def _noted(self) -> set[Any]:
-        """The versions that have an event `published`."""
-        events = self._events.read_events("trainer")
-        return {one.get("version") for one in events if one.get("event") == "published"}
 
     def _remove_old(self) -> None:
         keep = self.options.keep

@@ -88,6 +88,7 @@ class RunDirectory:
                 ) from error
             yield
 
-    def read_events(self, part: str) -> Iterator[dict[str, Any]]:
-        """The events of a part so far."""
-        return whole_lines(self.events(part))
+    def read_events(self, part: str, *kinds: str) -> Iterator[dict[str, Any]]:
+        """The events of a part so far; if `kinds` are given, only the events of these kinds."""
+        events = whole_lines(self.events(part))
+        return (event for event in events if not kinds or event.get("event") in kinds)

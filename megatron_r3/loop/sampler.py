@@ -18,7 +18,6 @@ from megatron_r3.loop.config import Config, ConfigError
 from megatron_r3.loop.processes import filled_in, start, stop
 from megatron_r3.loop.published import PublishedPolicy, published, wait_for_policy
 
-PART = "sampler"
 _POLL_S = 0.5
 
 

@@ -13,7 +13,6 @@ from megatron_r3.loop.config import Config, ConfigError
 from megatron_r3.loop.processes import start, stop
 from megatron_r3.loop.published import published
 
-PART = "trainer"
 _TRACKER = "latest_checkpointed_iteration.txt"
 # Options that a config must not have. `rl trainer` adds them; --finetune is Megatron's to set, when
 # it loads --pretrained-checkpoint.

@@ -215,8 +215,8 @@ def test_a_run_whose_parts_are_killed_ends_with_the_same_policy(
         got, want = (read_policy(place / "policies", version) for place in (run, undisturbed))
         got.check_files()
         assert got.files == want.files, f"policy {version} of {hit}"
-    events = RunDirectory(run).read_events("trainer")
-    noted = {event["version"] for event in events if event["event"] == "published"}
+    events = RunDirectory(run).read_events("trainer", "published")
+    noted = {event["version"] for event in events}
     assert noted == {*range(COLLECTIONS + 1)}
     shards, wanted = (sorted((place / "rollouts").glob("shard-*")) for place in (run, undisturbed))
     assert [path.name for path in shards] == [path.name for path in wanted]

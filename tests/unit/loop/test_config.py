@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from published import save_model, write_run
@@ -17,8 +16,6 @@ from megatron_r3.loop.trainer import (
     trainer_command,
     trainer_environment,
 )
-
-REPO = Path(__file__).parents[3]
 
 
 @pytest.fixture

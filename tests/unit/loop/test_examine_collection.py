@@ -49,7 +49,7 @@ class Shifts(EmbeddedSampler):
 
 
 def events(config: Any, name: str) -> list[dict[str, Any]]:
-    return [e for e in config.directory.read_events("collector") if e["event"] == name]
+    return [*config.directory.read_events("collector", name)]
 
 
 def test_right_rows_are_stored(config):
