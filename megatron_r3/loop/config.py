@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -151,76 +152,67 @@ def _check(config: Config) -> None:
     tree = config.path(config.trainer.megatron)
     if b"megatron_r3" not in (tree / _PATCHED).read_bytes():
         raise ConfigError(f"{config.file}: [trainer] megatron: {not_patched(tree)}")
-    for wrong, words in [*_refused(config), *_refused_command(config.sampler)]:
-        if wrong:
-            raise ConfigError(f"{config.file}: {words}")
+    for words in (*_refused(config), *_refused_command(config.sampler)):
+        raise ConfigError(f"{config.file}: {words}")
 
 
-def _refused(config: Config) -> list[tuple[bool, str]]:
-    """For each rule between fields: whether the config breaks the rule, and the error's text."""
+def _refused(config: Config) -> Iterator[str]:
+    """Yield an error's text for each broken rule between fields."""
     sampler, samples = config.sampler, config.prompts.samples
     embedded = sampler.engine == "embedded"
+    if not config.prompts.reward and not config.collector.agent:
+        yield "[prompts] reward is missing: give module:function, or a [collector] agent"
+    if embedded and sampler.shard_size:
+        yield (
+            "[sampler] shard_size: the embedded sampler stores a collection as one shard; leave it "
+            "out"
+        )
+    if 0 < sampler.shard_size < samples:
+        yield (
+            f"[sampler] shard_size {sampler.shard_size}: the {samples} samples of a prompt must "
+            f"lie in one shard; give {samples} or more"
+        )
+    if sampler.push and (embedded or not sampler.in_place):
+        yield (
+            "[sampler] push hands weights to a running sglang or vllm: leave push out with the "
+            "embedded sampler, and with in_place = false"
+        )
+    if sampler.degrade and not embedded:
+        yield '[sampler] degrade works with engine = "embedded" only: leave it out'
     # A trainer that resumes reads the routers of the policies that sampled its rollouts, and
     # compares the policies that it publishes again with their files. Example: 40 collections, lag
     # 4, a checkpoint every 20. Killed between policy 40 and its checkpoint, the trainer resumes
     # with collection 20, which policy 16 sampled: policies 16 to 40 are needed, which are 25.
     fewest = config.run.lag + 1 + config.trainer.checkpoint_every
-    return [
-        (
-            not config.prompts.reward and not config.collector.agent,
-            "[prompts] reward is missing: give module:function, or a [collector] agent",
-        ),
-        (
-            embedded and bool(sampler.shard_size),
-            "[sampler] shard_size: the embedded sampler stores a collection as one shard; leave it "
-            "out",
-        ),
-        (
-            0 < sampler.shard_size < samples,
-            f"[sampler] shard_size {sampler.shard_size}: the {samples} samples of a prompt must "
-            f"lie in one shard; give {samples} or more",
-        ),
-        (
-            bool(sampler.push) and (embedded or not sampler.in_place),
-            "[sampler] push hands weights to a running sglang or vllm: leave push out with the "
-            "embedded sampler, and with in_place = false",
-        ),
-        (
-            bool(sampler.degrade) and not embedded,
-            '[sampler] degrade works with engine = "embedded" only: leave it out',
-        ),
-        (
-            0 < config.policy.keep < fewest,
+    if 0 < config.policy.keep < fewest:
+        yield (
             f"[policy] keep {config.policy.keep}: with lag {config.run.lag} and a checkpoint after "
             f"every {config.trainer.checkpoint_every} collections the sampler and a resumed "
-            f"trainer need older policies; give {fewest} or more, or 0 for all",
-        ),
-    ]
+            f"trainer need older policies; give {fewest} or more, or 0 for all"
+        )
 
 
-def _refused_command(sampler: SamplerTable) -> list[tuple[bool, str]]:
-    """For each rule of [sampler] command: whether it is broken, and the error's text."""
+def _refused_command(sampler: SamplerTable) -> Iterator[str]:
+    """Yield an error's text for each broken rule of [sampler] command."""
     command, in_place = sampler.command, sampler.in_place
     names_version = any("{version}" in word for word in command)
-    return [
-        (
-            sampler.engine == "embedded" and bool(command),
+    if sampler.engine == "embedded" and command:
+        yield (
             "[sampler] command: the embedded sampler needs none: leave it out, or give engine = "
-            '"sglang" or "vllm"',
-        ),
-        (
-            not in_place and not command,
+            '"sglang" or "vllm"'
+        )
+    if not in_place and not command:
+        yield (
             "[sampler] in_place false needs a command, with which the server is started anew for "
-            "each policy",
-        ),
-        (
-            in_place and names_version,
+            "each policy"
+        )
+    if in_place and names_version:
+        yield (
             "[sampler] command: with in_place = true the command must not name {version}: a "
-            "restarted server would report that version, as if the policy had been loaded",
-        ),
-        (
-            not in_place and not names_version,
+            "restarted server would report that version, as if the policy had been loaded"
+        )
+    if not in_place and not names_version:
+        yield (
             "[sampler] command: with in_place = false the command must name {version}, so that the "
-            "server reports its policy (--served-model-name of vLLM, --weight-version of SGLang)",
-        ),
-    ]
+            "server reports its policy (--served-model-name of vLLM, --weight-version of SGLang)"
+        )

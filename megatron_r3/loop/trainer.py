@@ -81,36 +81,34 @@ def _check_sizes(config: Config, arguments: list[str]) -> None:
     epochs = given.rollouts_epochs
     steps, used = mini_steps * epochs, batch * mini_steps
     rising, until = given.lr_warmup_iters, given.lr_decay_iters or config.run.collections * steps
-    alone = config.prompts.samples == 1 and given.rollouts_advantages != "stored"
-    refused = [
-        (not batch, "[trainer] arguments: --global-batch-size is missing"),
-        (
-            config.trainer.steps != steps,
+    wrong = None
+    if not batch:
+        wrong = "[trainer] arguments: --global-batch-size is missing"
+    elif config.trainer.steps != steps:
+        wrong = (
             f"[trainer] steps {config.trainer.steps}: the arguments make {steps} optimizer steps "
             f"on a collection (--rollouts-mini-steps {mini_steps} times --rollouts-epochs "
-            f"{epochs})",
-        ),
-        (
-            used != config.rollouts_per_collection,
+            f"{epochs})"
+        )
+    elif used != config.rollouts_per_collection:
+        wrong = (
             f"[trainer] arguments: --global-batch-size {batch} times --rollouts-mini-steps "
             f"{mini_steps} are {used} rollouts; a collection has {config.rollouts_per_collection} "
-            "([prompts] per_collection times samples)",
-        ),
-        (
-            alone,
+            "([prompts] per_collection times samples)"
+        )
+    elif config.prompts.samples == 1 and given.rollouts_advantages != "stored":
+        wrong = (
             "[prompts] samples 1: a reward is compared with the rewards of the prompt's other "
-            "samples, so every advantage would be 0: give 2 or more",
-        ),
-        (
-            rising >= until,
+            "samples, so every advantage would be 0: give 2 or more"
+        )
+    elif rising >= until:
+        wrong = (
             f"[trainer] arguments: --lr-warmup-iters {rising} must be less than {until} steps "
             "(--lr-decay-iters, or [run] collections times [trainer] steps): give fewer, or "
-            "--lr-warmup-fraction, which fits every number of steps",
-        ),
-    ]
-    for wrong, words in refused:
-        if wrong:
-            raise ConfigError(f"{config.file}: {words}")
+            "--lr-warmup-fraction, which fits every number of steps"
+        )
+    if wrong is not None:
+        raise ConfigError(f"{config.file}: {wrong}")
 
 
 def printed_command(config: Config) -> str:
