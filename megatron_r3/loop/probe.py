@@ -154,7 +154,7 @@ def same_experts(one: Probe, other: Probe) -> np.ndarray:
 
 
 def same_so_far(one: Probe, other: Probe) -> np.ndarray:
-    """Which log-probs do not depend on a token with other experts in one probe than in the other.
+    """Which log-probs depend only on tokens that have the same experts in both probes.
 
     Returns:
         bool `[M, N - 1]`, without the first token of each sequence. Example: token 40 has other
