@@ -13,8 +13,6 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-_PIECE = 1 << 22  # bytes of a file that are read at a time
-
 
 def digest(data: bytes | str) -> str:
     """The SHA-256 of some bytes, or of a text in UTF-8, in 64 hex digits."""
@@ -32,13 +30,10 @@ def digest_number(data: bytes, bits: int) -> int:
 
 
 def file_digest(path: Path) -> str:
-    """The digest of a file's bytes, in 64 hex digits; a few megabytes are in memory at a time.
+    """The digest of a file's bytes, in 64 hex digits; the file is read in small pieces.
 
     Raises:
         OSError: the file cannot be read.
     """
-    whole = hashlib.sha256()
     with path.open("rb") as file:
-        while piece := file.read(_PIECE):
-            whole.update(piece)
-    return whole.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -26,10 +26,6 @@ UNREWARDED = float("nan")
 UNKNOWN_POLICY = -1
 
 
-class RolloutError(ValueError):
-    """A rollout that no store may hold; the message names the wrong field or token."""
-
-
 @dataclass(frozen=True)
 class Rollout:
     """One sampled sequence.
@@ -96,7 +92,7 @@ class Rollout:
             vocab_size: that of the sampler; 0 if it is not known.
 
         Raises:
-            RolloutError: naming `where` and the wrong field or token.
+            ValueError: naming `where` and the wrong field or token.
         """
         wrong = self._wrong_name() or self.wrong_parts(vocab_size)
         if wrong is None and (reason := wrong_reward(self.reward)):
@@ -104,7 +100,7 @@ class Rollout:
         if wrong is None and self.advantage is not None and wrong_reward(self.advantage):
             wrong = must_be("advantage", "a finite number, in float32", self.advantage)
         if wrong is not None:
-            raise RolloutError(f"{where}: {wrong}")
+            raise ValueError(f"{where}: {wrong}")
 
     def wrong_parts(self, vocab_size: int = 0) -> str | None:
         """Which field is impossible, and why; None if all fields are possible.

@@ -26,7 +26,7 @@ from megatron_r3.data.engines.said import Said
 from megatron_r3.data.engines.shape import EngineError, naming
 from megatron_r3.data.kept import KeptSets
 from megatron_r3.data.rollout import UNKNOWN_POLICY, UNREWARDED, Rollout
-from megatron_r3.data.values import wrong_logprob, wrong_token
+from megatron_r3.data.values import wrong_logprob
 from megatron_r3.replay.routes import Routes
 
 Choice = TypeVar("Choice")
@@ -84,14 +84,8 @@ class Increment:
                 f"{len(self.logprobs_G)} log-probs for {num_tokens - self.prompt_length} response "
                 "tokens"
             )
-        if self.prompt_length < 1:
-            raise EngineError("there is no prompt: a rollout has a prompt and a response")
-        if not len(self.logprobs_G):
-            raise EngineError("no token was sampled: a rollout has a prompt and a response")
         if wrong := wrong_logprob(self.logprobs_G):
             raise EngineError(f"the log-prob of token {self.prompt_length + wrong[0]} {wrong[1]}")
-        if wrong := wrong_token(self.tokens_N):
-            raise EngineError(f"token {wrong[0]} {wrong[1]}")
         sampled_N = np.arange(num_tokens) >= self.prompt_length
         logprobs_N = np.zeros(num_tokens, np.float32)
         logprobs_N[sampled_N] = self.logprobs_G

@@ -174,8 +174,8 @@ def routes_array(value: Any, name: str) -> np.ndarray:
     """The ids `[T, L, K]` of all MoE layers in the response.
 
     Args:
-        value: in one of four forms: lists, `["tensor", lists]`, `["ndarray", {data, dtype}]` with
-            lists as data, and `["ndarray", {data, dtype, shape}]` with base64 as data.
+        value: in one of three forms: lists, `["ndarray", {data, dtype}]` with lists as data, and
+            `["ndarray", {data, dtype, shape}]` with base64 as data.
         name: the field that has the ids.
 
     Raises:
@@ -185,8 +185,6 @@ def routes_array(value: Any, name: str) -> np.ndarray:
     if not tagged:
         return integer_array(value, name)
     kind, content = value
-    if kind == "tensor":
-        return integer_array(content, name)
     keys = set(content) if isinstance(content, Mapping) else set()
     if kind != "ndarray" or not {"data", "dtype"} <= keys <= {"data", "dtype", "shape"}:
         raise EngineError(f"{name}: expected [ndarray, {{data, dtype}}]; got {quoted(kind, 20)}")

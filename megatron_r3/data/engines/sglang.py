@@ -43,8 +43,7 @@ from megatron_r3.data.engines.checks import (
     row_cause,
 )
 from megatron_r3.data.engines.conversation import Increment, read_choices
-from megatron_r3.data.engines.drawn import kept_sets, version_spans
-from megatron_r3.data.engines.said import read_said
+from megatron_r3.data.engines.said import kept_sets, read_said, version_spans
 from megatron_r3.data.engines.shape import EngineError, ModelShape, naming
 from megatron_r3.data.kept import KeptSets
 from megatron_r3.replay.words import quoted
@@ -141,11 +140,8 @@ def _openai_items(response: Mapping[str, Any], expected: int) -> list[dict[str, 
     extension = response.get("sglext")
     extension = extension if isinstance(extension, Mapping) else {}
     choices = choices_in_order(response.get("choices"), expected)
-    # 0.5.23 with return_output_ids_in_sglext: one list of ids for each choice
-    outputs = extension.get("output_ids")
-    outputs = outputs if isinstance(outputs, list) and len(outputs) == expected else None
     items = []
-    for i, choice in enumerate(choices):
+    for choice in choices:
         meta = choice.get("meta_info")
         if not isinstance(meta, Mapping):
             if expected > 1:
@@ -154,13 +150,10 @@ def _openai_items(response: Mapping[str, Any], expected: int) -> list[dict[str, 
                     "ask with return_meta_info, or use /generate"
                 )
             meta = {"routed_experts": extension.get("routed_experts")}
-        tokens = choice.get("token_ids") or choice.get("response_token_ids")
-        tokens = outputs[i] if outputs and not tokens else tokens
-        prompt = choice.get("prompt_token_ids")
         items.append(
             {
-                "token_ids": tokens,
-                "prompt_token_ids": extension.get("input_ids") if prompt is None else prompt,
+                "token_ids": choice.get("token_ids") or choice.get("response_token_ids"),
+                "prompt_token_ids": choice.get("prompt_token_ids"),
                 "logprobs": choice.get("logprobs"),
                 "meta_info": {"finish_reason": choice.get("finish_reason"), **meta},
                 "hint": _ASK_IDS,

@@ -32,8 +32,7 @@ from megatron_r3.data.engines.body import (
 )
 from megatron_r3.data.engines.checks import checked_routes, checked_tokens
 from megatron_r3.data.engines.conversation import Increment, read_choices
-from megatron_r3.data.engines.drawn import kept_sets, version_spans
-from megatron_r3.data.engines.said import read_said
+from megatron_r3.data.engines.said import kept_sets, read_said, version_spans
 from megatron_r3.data.engines.shape import EngineError, ModelShape, naming
 from megatron_r3.replay.routes import Routes
 from megatron_r3.replay.words import quoted

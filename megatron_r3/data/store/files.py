@@ -67,12 +67,8 @@ def listed_shards(directory: Path, but: Set[str] = frozenset()) -> list[int]:
         return []
     except OSError as error:
         raise StoreError(f"{directory}: cannot be listed ({error.strerror})") from error
-    new = [name for name in names - but if name.endswith(".safetensors")]
-    matches = [_NAME.fullmatch(name) for name in new]
-    return sorted(
-        int(match[1]) if match else shard_number(directory / name)  # which raises
-        for match, name in zip(matches, new, strict=True)
-    )
+    new = [directory / name for name in names - but if name.endswith(".safetensors")]
+    return sorted(map(shard_number, new))
 
 
 def shards_in_order(directory: Path) -> range:
@@ -117,7 +113,6 @@ class HeldFile:
     def __init__(self, path: Path, late_s: float = 0.0) -> None:
         self.path = path
         self._descriptor = -1
-        self._begin = memoryview(b"")
         try:
             self._descriptor = _open(path, late_s)
             status = os.fstat(self._descriptor)
@@ -148,10 +143,6 @@ class HeldFile:
             StoreError: the file is shorter than it was, or cannot be read any more.
         """
         rest: Any = into
-        if self._begin and offset + into.nbytes <= len(self._begin):
-            rest = into.view(np.uint8).reshape(-1)
-            rest[:] = self._begin[offset : offset + into.nbytes]
-            return into
         while rest.nbytes:
             try:
                 count = os.preadv(self._descriptor, [rest], offset)
@@ -170,19 +161,6 @@ class HeldFile:
             rest, offset = memoryview(rest).cast("B")[count:], offset + count
         return into
 
-    def read_begin(self, num_bytes: int) -> None:
-        """Keep the first bytes of the file in memory; `read` uses them until `forget_begin`.
-
-        Raises:
-            StoreError: as `read`.
-        """
-        begin: np.ndarray = np.empty(min(num_bytes, self.size), np.uint8)
-        self._begin = memoryview(self.read(begin, 0))  # type: ignore[arg-type]
-
-    def forget_begin(self) -> None:
-        """Drop the bytes of `read_begin`, so that `read` reads from the file again."""
-        self._begin = memoryview(b"")
-
     def damaged(self, what_differs: str, where: str = "") -> StoreError:
         """The error for bytes that do not match their checksum."""
         return StoreError(
@@ -192,26 +170,20 @@ class HeldFile:
 
 
 def _open(path: Path, late_s: float) -> int:
-    end = time.monotonic() + late_s
-    while True:
-        try:
-            return _open_now(path)
-        except FileNotFoundError:
-            if time.monotonic() >= end:
-                raise
-        time.sleep(POLL_S)
-
-
-def _open_now(path: Path) -> int:
     # Without O_NONBLOCK the open of a named pipe would wait for a writer. Files ignore the flag.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
-    try:
-        return os.open(path, flags)
-    except OSError as error:
-        if error.errno != errno.EMFILE:
-            raise
-    allow_most_files()
-    return os.open(path, flags)
+    end, is_limit_raised = time.monotonic() + late_s, False
+    while True:
+        try:
+            return os.open(path, flags)
+        except OSError as error:
+            if error.errno == errno.EMFILE and not is_limit_raised:
+                allow_most_files()
+                is_limit_raised = True
+            elif error.errno == errno.ENOENT and time.monotonic() < end:
+                time.sleep(POLL_S)
+            else:
+                raise
 
 
 def allow_most_files() -> None:

@@ -12,7 +12,6 @@ import math
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -270,8 +269,9 @@ def read_info(given: Any, where: str) -> StoreInfo:
     text = repr(given)
     if text in _infos:  # the shards of a store say the same
         return _infos[text]
-    _check_keys(where, "info", given, _field_names(StoreInfo))
-    _check_keys(where, "info.sampling", given["sampling"], _field_names(SamplingSettings))
+    _check_keys(where, "info", given, [field.name for field in fields(StoreInfo)])
+    names = [field.name for field in fields(SamplingSettings)]
+    _check_keys(where, "info.sampling", given["sampling"], names)
     values: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
     }
@@ -334,11 +334,6 @@ def _check_shapes(entries: Mapping[str, Entry], info: StoreInfo, where: str) -> 
                 f"{num_tokens} tokens and {info.num_experts} experts need {wanted} "
                 f"{shape}{why}"
             )
-
-
-@cache
-def _field_names(kind: type) -> frozenset[str]:
-    return frozenset(field.name for field in fields(kind))
 
 
 def _is_whole(value: Any, most: int = 2**63 - 1) -> bool:

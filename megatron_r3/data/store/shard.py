@@ -51,8 +51,6 @@ from megatron_r3.replay.routes import id_dtype
 # How many seconds later than the first rank this machine may see a file: an NFS client caches a
 # directory at most so long (acdirmax).
 LATE_S = 60.0
-# How many bytes `Shard.look` reads at once: its header, and most of what each rollout has once.
-LOOK_BYTES = 1 << 14
 
 
 class Shard:
@@ -94,7 +92,6 @@ class Shard:
             StoreError: naming the file, and what is wrong with it.
         """
         file = HeldFile(path, late_s)
-        file.read_begin(LOOK_BYTES)
         header = read_header(file)
         tensors = {}
         for name in IN_MEMORY:
@@ -105,7 +102,6 @@ class Shard:
         shard._opened = file, header
         shard._check_counts()
         shard._check_values()
-        file.forget_begin()
         return shard
 
     def __reduce__(self) -> Any:

@@ -26,7 +26,7 @@ import numpy as np
 from zlib_ng import zlib_ng
 
 from megatron_r3.data.kept import KeptSets
-from megatron_r3.data.rollout import Rollout, RolloutError
+from megatron_r3.data.rollout import Rollout
 from megatron_r3.data.store.files import shard_name, shards_in_order
 from megatron_r3.data.store.header import (
     DTYPE_NAMES,
@@ -92,7 +92,7 @@ def _check_rollouts(where: str, info: StoreInfo, rollouts: Sequence[Rollout]) ->
     for index, rollout in enumerate(rollouts):
         try:
             rollout.check(f"{where}: rollout {index}", info.vocab_size)
-        except RolloutError as error:
+        except ValueError as error:
             raise StoreError(str(error)) from error
         got = (rollout.routes.num_layers, rollout.routes.topk, rollout.routes.num_experts)
         if got != expected:
@@ -176,9 +176,10 @@ def _tensors(rollouts: Sequence[Rollout], crc32: Mapping[str, int]) -> dict[str,
         by_tensor[KEPT_SUMS] = np.concatenate([kept_sums(k) for k in kept], 1)
     tables = {name: np.ascontiguousarray(table.T) for name, table in by_tensor.items()}
     shape = (routes.num_layers, len(per_token["recorded"]), routes.topk)
+    layers = ([r.routes.ids_LTK[layer] for r in rollouts] for layer in range(routes.num_layers))
     return {
         **{n: Streamed(t.dtype, t.shape, [[t]]) for n, t in (tensors | per_token).items()},
-        "routes": Streamed(routes.ids_LTK.dtype, shape, _layers(rollouts)),
+        "routes": Streamed(routes.ids_LTK.dtype, shape, layers),
         **{n: Streamed(t.dtype, t.shape, _masked(t, crc32)) for n, t in tables.items()},
     }
 
@@ -202,12 +203,6 @@ def _per_rollout(rollouts: Sequence[Rollout], kept: Sequence[KeptSets]) -> dict[
         "policy_version": np.array([r.policy_version for r in rollouts], np.int64),
         "prompt_digest": np.array([r.prompt_digest for r in rollouts], np.int64),
     }
-
-
-def _layers(rollouts: Sequence[Rollout]) -> Iterator[list[np.ndarray]]:
-    """The routes of all rollouts, one layer at a time, as views of the rollouts' own arrays."""
-    for layer in range(rollouts[0].routes.num_layers):
-        yield [rollout.routes.ids_LTK[layer] for rollout in rollouts]
 
 
 def _masked(sums: np.ndarray, crc32: Mapping[str, int]) -> Iterator[list[np.ndarray]]:

@@ -152,19 +152,16 @@ def test_openai_routes_hold_the_first_choice_only():
         assert (sample.routes.ids_LTK == made.moe_ids(made.made_rows(seed=i))).all()
 
 
-def test_ids_beside_the_routes():
-    """With return_input_ids_in_sglext and return_output_ids_in_sglext, `sglext` has the ids."""
-    body, request = made.sglang_openai(made.made_rows())
+def test_a_chat_has_its_ids_in_the_choice():
+    body, _ = made.sglang_openai(made.made_rows())
     choice = body["choices"][0]
-    body["sglext"]["input_ids"] = choice.pop("prompt_token_ids")
-    body["sglext"]["output_ids"] = [choice.pop("token_ids")]
+    choice["response_token_ids"] = choice.pop("token_ids")
     choice["logprobs"] = {"content": [{"logprob": value} for value in made.LOGPROBS]}
     chat = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True}
     assert decode(body, chat)[0].tokens_N.tolist() == made.PROMPT + made.RESPONSE
-    del body["sglext"]["output_ids"]
+    del choice["response_token_ids"]
     with pytest.raises(EngineError, match="no output_ids; ask with return_token_ids"):
         decode(body, chat)
-    assert request["prompt"] == made.PROMPT
 
 
 @pytest.mark.parametrize(
