@@ -1,6 +1,6 @@
 """What the record of a rollout and the shape of a model refuse.
 
-Shape suffixes (docs/glossary.md): G, K, L, N, T, U.
+Shape suffixes (docs/glossary.md): K, L, N, T, U.
 """
 
 from __future__ import annotations

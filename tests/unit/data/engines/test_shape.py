@@ -233,7 +233,6 @@ def test_layers_that_no_model_has_are_refused(layers):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[" * 100_000 + "]" * 100_000, "more than 64 brackets"),
         ('{"a": ' * 5000 + "1" + "}" * 5000, "more than 64 brackets"),
         ('{"num_experts": ' + "9" * 5000 + "}", "not JSON"),
         (" " * (1 << 23), "bytes of JSON; at most"),

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import threading
-from dataclasses import replace
 
 import pytest
 from odd_filesystem import mounted
@@ -13,6 +12,7 @@ from stored import INFO, ROLLOUTS, header_of, opened
 
 from megatron_r3.collect.resume import only_writer
 from megatron_r3.data.store import RolloutStore, StoreError, open_stores, write_shard
+from tests.unit.data.store.test_writer import version
 
 NAMES = [f"shard-{number:05d}.safetensors" for number in range(40)]
 
@@ -30,11 +30,6 @@ def two_clients(odd, tmp_path):
     """Two mounts of the same folder."""
     with mounted(tmp_path / "second", odd.folder) as second:
         yield odd, second
-
-
-def version(number):
-    """The same rollouts of another policy."""
-    return [replace(rollout, policy_version=number) for rollout in ROLLOUTS]
 
 
 def write(directory, *numbers):

@@ -1,6 +1,6 @@
 """A store that is made of a sent index is the store that reading the directories gives.
 
-Shape suffixes (docs/glossary.md): C, M, N, V.
+Shape suffixes (docs/glossary.md): M, V.
 """
 
 import pickle
@@ -9,23 +9,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from stored import INFO, OTHER, files_open, make_rollout
+from wrongs import CUT, with_extras
 
-from megatron_r3.data.kept import KeptSets
-from megatron_r3.data.store import RolloutStore, SamplingSettings, write_shard
+from megatron_r3.data.store import RolloutStore, write_shard
 from megatron_r3.data.store.index import Index
 
-CUT = replace(INFO, sampling=SamplingSettings(0.7, 0.9, 0, 0.0, 16, "processed"))
 # the infos of shards 0, 1 and 2 of a store: of two policies
 INFOS = (CUT, replace(CUT, router_fingerprint=OTHER), CUT)
-
-
-def with_extras(rollout, number):
-    """The rollout with kept sets of two ids, two versions and an advantage."""
-    drawn = zip(rollout.response_N.tolist(), rollout.tokens_N.tolist(), strict=True)
-    sets = [[token, token + 1 + number] if sampled else [] for sampled, token in drawn]
-    versions_C2 = np.array([(2, 7), (len(sets) - 1, 9)][: len(sets) - 2], np.int64)
-    kept = KeptSets.from_lists(sets)
-    return replace(rollout, kept=kept, versions_C2=versions_C2, advantage=number + 0.5)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from megatron_r3.data.store import (
     schema,
     write_shard,
 )
+from tests.unit.data.store.test_writer import version
 
 FIRST, SECOND = "shard-00000.safetensors", "shard-00001.safetensors"
 
@@ -22,10 +23,6 @@ def refusal(*directories, **options):
     with pytest.raises(StoreError) as refused:
         open_stores(directories, **options)
     return str(refused.value)
-
-
-def version(number):
-    return [replace(rollout, policy_version=number) for rollout in ROLLOUTS]
 
 
 @pytest.mark.parametrize(
