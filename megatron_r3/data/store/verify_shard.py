@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 from zlib_ng import zlib_ng
@@ -21,7 +20,7 @@ from megatron_r3.data.store.header import (
 )
 from megatron_r3.data.store.schema import StoreError
 from megatron_r3.data.store.shard import Shard
-from megatron_r3.replay.routes import Origin, RoutesError, check_ids
+from megatron_r3.replay.routes import Origin, RoutesError, check_ids, repeated_rows
 
 _READ_BYTES = 1 << 22  # of routes that a verification reads at once, but at least one layer
 
@@ -91,7 +90,7 @@ class ReadChecks:
     def check_routes(
         self,
         shard: Shard,
-        rows_T: np.ndarray,
+        rows_T: Sequence[int] | np.ndarray,
         layers: Sequence[int],
         ids_LTK: np.ndarray,
         recorded_T: np.ndarray,
@@ -108,15 +107,13 @@ class ReadChecks:
         num_experts = shard.info.num_experts
         try:
             check_ids(ids_LTK, num_experts, recorded_T)
-            return
-        except RoutesError:
-            places = [(row, layer) for row in range(len(rows_T)) for layer in range(len(layers))]
-        for row, layer in places:  # once more, row by row, to name the rollout, and the token in it
+        except RoutesError:  # which does not know the rollout, nor the token in it
+            wrong_LT = repeated_rows(ids_LTK) | (ids_LTK >= num_experts).any(-1)
+            row, layer = np.argwhere((wrong_LT & recorded_T).T)[0].tolist()
             rollout, token = shard.locate_row(int(rows_T[row]))
-            ids, recorded = ids_LTK[layer, row][None, None], recorded_T[row][None]
             where, origin = f"{shard.path}: rollout {rollout}", Origin(layers[layer], token)
             try:
-                check_ids(ids, num_experts, recorded, where, origin)
+                check_ids(ids_LTK[layer, row][None, None], num_experts, None, where, origin)
             except RoutesError as error:  # training expects StoreError alone
                 raise StoreError(str(error)) from error
 
@@ -134,7 +131,7 @@ def verify_shard(
             reads; that costs more than the checksum of a whole tensor.
 
     Raises:
-        ValueError: naming the file, and for a wrong value or id the rollout, layer and token.
+        StoreError: naming the file, and for a wrong value or id the rollout, layer and token.
     """
     for name in IN_MEMORY:  # this process has not read them if another one sent the shard
         shard.read_tensor(name)
@@ -150,11 +147,13 @@ def verify_shard(
             f"{shard.path}: recorded_rows is {shard.recorded_rows}; {recorded} rows have "
             "routes: write the shard again"
         )
-    _verify_routes(shard, per_token["recorded"].astype(bool), thorough)
+    _verify_routes(shard, checks, per_token["recorded"].astype(bool), thorough)
 
 
-def _verify_routes(shard: Shard, recorded_T: np.ndarray, thorough: bool) -> None:
-    crc32, route_sums, wrong_layers = 0, shard.read_tensor(ROUTE_SUMS), None
+def _verify_routes(
+    shard: Shard, checks: ReadChecks, recorded_T: np.ndarray, thorough: bool
+) -> None:
+    crc32, route_sums, wrong_id = 0, shard.read_tensor(ROUTE_SUMS), None
     at_once = max(1, _READ_BYTES // (shard.num_rows * shard.info.topk * shard.dtype.itemsize))
     layers = range(len(shard.info.moe_layers))
     some = [layers[first : first + at_once] for first in layers[::at_once]]
@@ -164,21 +163,13 @@ def _verify_routes(shard: Shard, recorded_T: np.ndarray, thorough: bool) -> None
         if thorough:
             shard.sums.compare_whole("routes", ids_LTK, route_sums, these.start)
         try:
-            check_ids(ids_LTK, shard.info.num_experts, recorded_T)
-        except RoutesError:
-            wrong_layers = wrong_layers or these
+            checks.check_routes(shard, range(shard.num_rows), these, ids_LTK, recorded_T)
+        except StoreError as error:
+            wrong_id = wrong_id or error
     # damaged bytes make wrong ids too: an id is blamed only when all bytes are as stored
     if crc32 != shard.header.crc32["routes"]:
         for these in some:  # the sums of parts tell where the damage is
             shard.sums.compare_whole("routes", shard.read_layers(these), route_sums, these.start)
         raise shard.file.damaged("checksum of 'routes'")
-    for layer in wrong_layers or ():
-        ids_LTK = shard.read_layers(range(layer, layer + 1))
-        for rollout, (begin, end) in enumerate(pairwise(shard.row_start_M.tolist())):
-            check_ids(  # raises the same error again, naming the rollout and its token
-                ids_LTK[:, begin:end],
-                shard.info.num_experts,
-                recorded_T[begin:end],
-                f"{shard.path}: rollout {rollout}",
-                Origin(layer=layer),
-            )
+    if wrong_id is not None:
+        raise wrong_id
