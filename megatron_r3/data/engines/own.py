@@ -66,20 +66,16 @@ def _increment(
 ) -> Increment:
     if not isinstance(sequence, Mapping):
         raise EngineError(f"a sampled sequence must be a mapping; got {type(sequence).__name__}")
-    missing = [name for name in ("token_ids", "logprobs", "routes") if sequence.get(name) is None]
-    if missing:
-        raise EngineError(
-            f"a sampled sequence has no {', '.join(missing)}; it needs token_ids, logprobs and "
-            "routes"
-        )
     prompt = prompt_array(
         request.get("prompt"),
         sequence.get("prompt_token_ids"),
         "give them, or a `prompt` in the request",
     )
-    response_G = id_array(sequence["token_ids"], "token_ids", "")
+    response_G = id_array(
+        sequence.get("token_ids"), "token_ids", "give the ids of the sampled tokens"
+    )
     tokens_N = checked_tokens(prompt, response_G, request, shape)
-    rows_TYK = integer_array(sequence["routes"], "routes")
+    rows_TYK = integer_array(sequence.get("routes"), "routes")
     routes = checked_routes(rows_TYK, len(tokens_N), shape, start)
-    logprobs_G = number_array(sequence["logprobs"], "logprobs")
+    logprobs_G = number_array(sequence.get("logprobs"), "logprobs")
     return Increment(tokens_N, len(prompt), logprobs_G, routes, start)

@@ -11,7 +11,7 @@ import os
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO, NoReturn
+from typing import BinaryIO
 
 from megatron_r3.data.store.schema import StoreError
 
@@ -30,15 +30,10 @@ def check_links(directory: Path) -> None:
         OSError: nothing can be written to the directory.
     """
     descriptor, temporary = tempfile.mkstemp(dir=directory, prefix=".shard-", suffix=".tmp")
-    os.close(descriptor)
     second = f"{temporary.removesuffix('.tmp')}-linked.tmp"
     try:
-        os.link(temporary, second)
-    except OSError as error:
-        if error.errno in _NO_LINK:
-            _refuse_directory(directory, error)
-        if not isinstance(error, FileExistsError):  # an answer that was lost: see `give_name`
-            raise
+        with open(descriptor, "wb") as file:
+            give_name(file, temporary, Path(second))
     finally:
         for path in (temporary, second):
             with suppress(FileNotFoundError):
@@ -66,19 +61,16 @@ def give_name(file: BinaryIO, temporary: str, path: Path) -> bool:
         if not _has_name(file, path):
             return False
     except OSError as error:
-        if error.errno in _NO_LINK:
-            _refuse_directory(path.parent, error)
-        raise
+        if error.errno not in _NO_LINK:
+            raise
+        raise StoreError(
+            f"{path.parent}: no shard can be written: its file system cannot link() "
+            f"({error.strerror}), and only link() gives a whole shard its name without ever "
+            "replacing another: write to a local disk or another file system, and copy the "
+            "finished shards"
+        ) from error
     _sync_directory(path.parent)
     return True
-
-
-def _refuse_directory(directory: Path, error: OSError) -> NoReturn:
-    raise StoreError(
-        f"{directory}: no shard can be written: its file system cannot link() ({error.strerror}), "
-        "and only link() gives a whole shard its name without ever replacing another: write to a "
-        "local disk or another file system, and copy the finished shards"
-    ) from error
 
 
 def _has_name(file: BinaryIO, path: Path) -> bool:

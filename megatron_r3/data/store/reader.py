@@ -9,7 +9,7 @@ Shape suffixes (docs/glossary.md): C, K, L, M, N, P, T, U.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -130,23 +130,18 @@ class RolloutStore:
 
     def find(self, rollout: int) -> tuple[Shard, int]:
         """The shard that holds a rollout, and the rollout's index in this shard."""
-        return self._find(rollout)[:2]
-
-    def _find(self, rollout: int) -> tuple[Shard, int, int]:
-        """As `find`, and the shard's first row id."""
         number = self.shard_of_rollout(rollout)
-        shards = self.index
-        first_rollout, first_row = shards.first_rollout[number], shards.first_row[number]
-        return shards[number], rollout - int(first_rollout), int(first_row)
+        return self.index[number], rollout - int(self.index.first_rollout[number])
 
     def name(self, rollout: int) -> str:
         """What a message calls a rollout: the shard's file, and the rollout's index in it."""
-        shard, index, _ = self._find(rollout)
+        shard, index = self.find(rollout)
         return f"{shard.path}: rollout {index}"
 
     def row_ids(self, rollout: int) -> np.ndarray:
         """The row ids of all of a rollout's tokens but the last, int64 `[N - 1]`."""
-        shard, index, first = self._find(rollout)
+        shard, index = self.find(rollout)
+        first = self.index.first_row[self.shard_of_rollout(rollout)]
         return np.arange(shard.row_start_M[index], shard.row_start_M[index + 1]) + first
 
     def fields(self, rollout: int) -> dict[str, np.ndarray]:
@@ -156,7 +151,7 @@ class RolloutStore:
             StoreError: the shard is damaged, was changed since it was opened, or has a value that
                 the checks of `trained_on` refuse.
         """
-        shard, index, _ = self._find(rollout)
+        shard, index = self.find(rollout)
         fields = shard.read_tokens(index)
         if self._checks is not None:
             self._checks.check_values(shard, range(index, index + 1), fields)
@@ -187,7 +182,7 @@ class RolloutStore:
 
     def rollout(self, rollout: int) -> Rollout:
         """One whole rollout; its routes are read and checked."""
-        shard, index, _ = self._find(rollout)
+        shard, index = self.find(rollout)
         fields = self.fields(rollout)
         routes = Routes.from_array(
             shard.read_rollout(index),
@@ -217,7 +212,7 @@ class RolloutStore:
         Args:
             response_N: the rollout's `response`; None if the caller has not read it yet.
         """
-        shard, index, _ = self._find(rollout)
+        shard, index = self.find(rollout)
         if response_N is None:
             response_N = shard.read_tokens(index)["response"].astype(bool)
         version = int(shard.tensors["policy_version"][index])
@@ -229,7 +224,7 @@ class RolloutStore:
         Raises:
             StoreError: the shard is damaged, or was changed since it was opened.
         """
-        shard, index, _ = self._find(rollout)
+        shard, index = self.find(rollout)
         return shard.kept(index)
 
     def kept_of_next(self, rows_T: np.ndarray) -> KeptSets:
@@ -249,14 +244,10 @@ class RolloutStore:
         Raises:
             StoreError: a shard is damaged, or was changed since it was opened.
         """
-        shards = self.index
         parts, base = [KeptSets.none(0)], 0
         # the place of each row's set in the joined `parts`
         place_T = np.full(len(rows_T), -1, np.int64)
-        for number in self.shards_of(rows_T):
-            shard, first = shards[number], int(shards.first_row[number])
-            here = np.flatnonzero((rows_T >= first) & (rows_T < first + shard.num_rows))
-            rows = rows_T[here] - first
+        for _, shard, here, rows in self._in_shards(rows_T):
             rollouts = np.searchsorted(shard.row_start_M, rows, side="right") - 1
             for rollout in np.unique(rollouts).tolist():
                 kept = shard.kept(rollout)
@@ -286,12 +277,7 @@ class RolloutStore:
         # from its place there, and padding from the place 0.
         place_T, end = np.zeros(len(rows_T), np.int64), PART_TOKENS
         found = []
-        numbers = self.shards_of(rows_T)
-        shards = self.index
-        for number in numbers:
-            shard, first = shards[number], int(shards.first_row[number])
-            here_T = np.flatnonzero((rows_T >= first) & (rows_T < first + shard.num_rows))
-            wanted_T = rows_T[here_T] - first
+        for _, shard, here_T, wanted_T in self._in_shards(rows_T):
             parts_P, of_row_T = shard.parts_of(wanted_T)
             begin, end = end, end + PART_TOKENS * len(parts_P)
             place_T[here_T] = begin + of_row_T
@@ -325,16 +311,21 @@ class RolloutStore:
         Args:
             rows: int64 of any shape; -1 (padding) is in no rollout.
         """
-        numbers = self.shards_of(rows)
-        shards = self.index
-        first_rollout, first_row = shards.first_rollout, shards.first_row
         found: list[int] = []
-        for number in numbers:
-            here = rows[(rows >= first_row[number]) & (rows < first_row[number + 1])]
-            start_M = shards[number].row_start_M
-            inside = np.searchsorted(start_M, here - first_row[number], side="right") - 1
-            found += (np.unique(inside) + first_rollout[number]).tolist()
+        for number, shard, _, inside in self._in_shards(rows.reshape(-1)):
+            rollouts = np.searchsorted(shard.row_start_M, inside, side="right") - 1
+            found += (np.unique(rollouts) + self.index.first_rollout[number]).tolist()
         return found
+
+    def _in_shards(self, rows_T: np.ndarray) -> Iterator[tuple[int, Shard, np.ndarray, np.ndarray]]:
+        """For each shard that holds some of these row ids: its number in `shards`, and the shard.
+
+        Then the places of these row ids in `rows_T`, and the rows of the shard that they mean.
+        """
+        for number in self.shards_of(rows_T):
+            first, end = self.index.first_row[number : number + 2].tolist()
+            here = np.flatnonzero((rows_T >= first) & (rows_T < end))
+            yield number, self.index[number], here, rows_T[here] - first
 
     def locate(self, row: int) -> tuple[int, int]:
         """The rollout that a row id belongs to, and the token of the row in this rollout."""

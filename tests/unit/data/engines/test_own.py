@@ -42,7 +42,8 @@ def test_array_increments():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"routes": None}, "has no routes; it needs"),
+        ({"routes": None}, "routes: expected a list or an array; got NoneType"),
+        ({"token_ids": None}, "no token_ids; give the ids of the sampled tokens"),
         ({"routes": made.made_rows(8)}, "8 rows of routes for 10 tokens"),
         ({"routes": made.made_rows().transpose(1, 0, 2)}, "5 rows of routes"),
         ({"routes": made.made_rows().astype(object)}, "ids must be integers; got int"),
