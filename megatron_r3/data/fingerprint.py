@@ -72,12 +72,12 @@ def policy_stamp(directory: Path) -> str:
     """16 hex digits for all weights of a transformers directory, however its files are split.
 
     The stamp covers the name, dtype, shape and bytes of every tensor in the *.safetensors, and the
-    settings of an adapter (`adapter_config.json`) if there is one. A few tensors are in memory at a
-    time.
+    settings of an adapter (`adapter_config.json`) if there is one. At most four tensors are in
+    memory at a time.
 
     Raises:
-        ValueError: a file is not whole, two files have the same tensor, or `adapter_config.json` is
-            not JSON.
+        ValueError: a file is not whole, two files have the same tensor, or `adapter_config.json`
+            cannot be read as JSON.
     """
     tensors = sorted(_tensors(directory))
     for one, other in pairwise(tensors):
@@ -98,7 +98,7 @@ def policy_stamp(directory: Path) -> str:
 
 
 class _Tensor(NamedTuple):
-    """A tensor of a directory.
+    """A tensor in one of a directory's files.
 
     Attributes:
         kind: "adapter" in an adapter's file, else "". Some adapters name tensors as the model does.
@@ -120,7 +120,7 @@ def _tensors(directory: Path) -> list[_Tensor]:
 
 
 def _entry(tensor: _Tensor) -> list[Any]:
-    """What the stamp covers of a tensor: kind, name, dtype, shape and the digest of its bytes."""
+    """The kind, name, dtype and shape of a tensor, and the digest of its bytes."""
     import torch
 
     with _opened(tensor.path) as file:

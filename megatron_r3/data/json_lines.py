@@ -15,6 +15,9 @@ def append_line(file: Path, value: dict[str, Any]) -> None:
 
     A writer that was killed may have left half a line: then the object begins a new line. Example:
     after `{"a": 1}` and the half line `{"a":` the object `{"a": 2}` becomes the third line.
+
+    Raises:
+        OSError: the file cannot be written.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a+b") as opened:
@@ -26,9 +29,12 @@ def append_line(file: Path, value: dict[str, Any]) -> None:
 
 
 def whole_lines(file: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file so far; none if there is no file.
+    """The JSON objects that a file has so far; none if there is no file.
 
     A line that is no JSON object is skipped: a writer that was killed may have left half a line.
+
+    Raises:
+        OSError: the file cannot be read.
     """
     if not file.exists():
         return

@@ -5,8 +5,8 @@ normalised over the kept tokens, so a trainer must normalise over the same token
 probabilities with them. Example: of the probabilities .5 .3 .1 .1, top-k 2 keeps the tokens 0 and
 1, so the sampler draws token 1 with .3 / (.5 + .3) = .375.
 
-The sizes of sets differ (from one id to the whole vocabulary), so sets are stored one after the
-other, and beside them the size of each:
+A set may have one id or the whole vocabulary. So all ids lie in one array, set after set, and a
+second array has the size of each set:
 
     token      0   1   2      3   4
     sizes_N    0   0   2      1   3          tokens 0 and 1 are the prompt, which was not sampled
@@ -25,8 +25,8 @@ import numpy as np
 
 from megatron_r3.data.values import MOST_TOKEN_ID
 
-# A token that is alone in its kept set has the log-prob 0; an engine's rounding moves it by far
-# less than 1e-3. Log-probs over the whole vocabulary are, somewhere in a response, much smaller.
+# A token that is alone in its kept set has the log-prob 0, give or take rounding far below 1e-3. If
+# a log-prob there is less, the log-probs are normalised over the whole vocabulary.
 _OF_ONE_TOKEN = 1e-3
 
 
@@ -76,7 +76,7 @@ class KeptSets:
         return np.concatenate([[0], np.cumsum(self.sizes_N, dtype=np.int64)])
 
     def of(self, token: int) -> np.ndarray:
-        """The ids that were kept when this token was drawn; empty if it was not sampled."""
+        """The ids that were kept when this token was drawn; none if the token was not sampled."""
         return self.ids_V[self.offsets[token] : self.offsets[token + 1]]
 
     def take(self, tokens: np.ndarray) -> KeptSets:
@@ -102,13 +102,13 @@ class KeptSets:
         logprobs_N: np.ndarray,
         vocab_size: int | None = None,
     ) -> str | None:
-        """Why these sets cannot be those of the tokens; None if they can be.
+        """Why these cannot be the kept sets of the given tokens; None if they can be.
 
         Args:
             tokens_N: the ids of the tokens themselves.
             sampled_N: bool, which tokens were sampled.
             logprobs_N: the log-prob of each sampled token, normalised over its set.
-            vocab_size: that of the sampler; None or 0 if it is not known.
+            vocab_size: how many token ids the sampler has; None or 0 if that is not known.
         """
         if wrong := self._wrong_sizes(sampled_N):
             return wrong

@@ -9,10 +9,11 @@ T = TypeVar("T")
 
 
 class lazy(Generic[T]):
-    """Like `functools.cached_property`, which before Python 3.12 has one lock for all objects.
+    """Like `functools.cached_property`, but without a lock.
 
-    A process that is forked while another thread holds that lock would wait for it forever. Without
-    a lock, two threads may both compute the value, and one of the two equal values stays.
+    Before Python 3.12, `cached_property` has a lock. If another thread holds this lock while the
+    process forks, the forked process waits forever for the lock. Without a lock, two threads may
+    both compute the value, and one of the two equal values stays.
     """
 
     def __init__(self, function: Callable[[Any], T]) -> None:

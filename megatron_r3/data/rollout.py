@@ -1,8 +1,8 @@
 """The record of one sampled sequence.
 
-A `Rollout` is the only record between an engine and the trainer: a decoder in `engines/` makes it
-out of a response, `collect/` adds the reward and the name (policy version, group and sample), and
-`store/` writes it and reads it back.
+A `Rollout` is the only record between an engine and the trainer. `engines/` makes it out of one or
+more responses. Whoever asked the engine adds the reward and the name (policy version, group and
+sample). `store/` writes the record and reads it back.
 
 Shape suffixes (docs/glossary.md): C, N, U.
 """
@@ -20,8 +20,8 @@ from megatron_r3.data.values import wrong_logprob, wrong_name, wrong_reward, wro
 from megatron_r3.replay.routes import Routes
 from megatron_r3.replay.words import must_be, quoted
 
-# A decoder knows neither reward nor policy version, and sets these two values. A store refuses NaN
-# and -1, so a rollout without reward or version is never trained on by mistake.
+# A decoder that does not know the reward or the policy version sets these values. A store refuses
+# NaN and -1, so a rollout without reward or version is never trained on by mistake.
 UNREWARDED = float("nan")
 UNKNOWN_POLICY = -1
 
@@ -34,7 +34,7 @@ class Rollout:
         tokens_N: int32, prompt and response.
         response_N: bool, True on sampled tokens.
         logprobs_N: float32, the sampler's log-probability of each sampled token, 0 on all others.
-        reward: that of the whole response; a decoder sets `UNREWARDED` (NaN).
+        reward: the reward of the whole response; a decoder sets `UNREWARDED` (NaN).
         group: a number that the rollouts of one prompt share: GRPO normalises rewards inside a
             group. The number is unique inside one directory and policy version; a decoder sets the
             index of the prompt in its request.
@@ -44,19 +44,19 @@ class Rollout:
             forwarded it.
         sample: the number of the rollout inside its group. Group, sample and policy version
             together name a rollout.
-        turns_U2: first token and end of each sampled span; None if the spans are the runs of
-            `response_N`. Two turns may touch (a response that was continued): then only this field
-            tells them apart.
+        turns_U2: first token and end of each turn; None if each run of sampled tokens is one turn.
+            Two turns may touch (a response that was continued): then only this field tells the two
+            turns apart.
         prompt_digest: 63 bits of a hash of what the engine was asked, which the rollouts of one
             group share; 0 if it is not known.
-        kept: the tokens that top-k or top-p left for each sampled token; the log-probs are
-            normalised over these. None if nothing was cut off, or the sets were not recorded.
+        kept: the kept sets; the log-probs are normalised over these sets. None if nothing was cut
+            off, or if the sets were not recorded.
         versions_C2: int64, the first token and the policy version of each span that one policy
             sampled, if the weights changed while the rollout was sampled. The first span begins at
             the first sampled token, each other span at a sampled token. Versions ascend, and
             `policy_version` is the first one. None if one policy sampled all tokens.
-        advantage: that of the whole response, given together with the reward; None if the trainer
-            is to compute it from the rewards.
+        advantage: the advantage of the whole response, given together with the reward; None if the
+            trainer has to compute it from the rewards.
     """
 
     tokens_N: np.ndarray
@@ -75,7 +75,7 @@ class Rollout:
 
     @cached_property
     def spans_U2(self) -> np.ndarray:
-        """The turns, int32 `[U, 2]`."""
+        """First token and end of each turn, int32 `[U, 2]`, also if `turns_U2` is None."""
         turns = turns_of(self.response_N) if self.turns_U2 is None else self.turns_U2
         return np.asarray(turns, np.int32).reshape(-1, 2)
 
@@ -89,7 +89,7 @@ class Rollout:
 
         Args:
             where: what the error calls the rollout.
-            vocab_size: that of the sampler; 0 if it is not known.
+            vocab_size: how many token ids the sampler has; 0 if that is not known.
 
         Raises:
             ValueError: naming `where` and the wrong field or token.
@@ -105,11 +105,10 @@ class Rollout:
     def wrong_parts(self, vocab_size: int = 0) -> str | None:
         """Which field is impossible, and why; None if all fields are possible.
 
-        Name, reward and advantage are not checked, because a decoder, which does not know them,
-        calls this method too.
+        Name, reward and advantage are not checked: a response is checked before these are known.
 
         Args:
-            vocab_size: that of the sampler; 0 if it is not known.
+            vocab_size: how many token ids the sampler has; 0 if that is not known.
         """
         num_tokens = len(self.tokens_N)
         if num_tokens < 2:
@@ -182,7 +181,7 @@ def wrong_values(
 def wrong_versions(
     versions_C2: np.ndarray, sampled_N: np.ndarray, policy_version: int
 ) -> str | None:
-    """Why `versions_C2` cannot be that of a rollout (`Rollout.versions_C2`); None if it can be."""
+    """Why no rollout can have these version spans (`Rollout.versions_C2`); None if one can."""
     spans = np.asarray(versions_C2)
     if spans.dtype != np.int64 or spans.ndim != 2 or spans.shape[1] != 2 or not len(spans):
         return "its version spans must be int64 pairs of first token and version"
@@ -216,7 +215,7 @@ def versions_of(
 
 
 def wrong_logprobs(logprobs_N: np.ndarray, response_N: np.ndarray) -> tuple[int, str] | None:
-    """The first impossible log-prob: the index of its token, and what is wrong with it.
+    """The first impossible log-prob: the index of its token, and what is wrong; else None.
 
     Args:
         logprobs_N: float, one for each token.

@@ -2,7 +2,7 @@
 
 Responses of servers, headers of shards, model configs and lines of prompts are written by somebody
 else. Python's own JSON parser recurses once for each bracket, so a long run of brackets can exhaust
-its stack, and its errors do not name a file.
+the stack. And the parser's errors do not name a file.
 """
 
 from __future__ import annotations

@@ -27,13 +27,12 @@ MOST_TEXT = 200  # characters of the name of an engine, a version or a model
 
 
 def wrong_logprob(logprobs_G: np.ndarray) -> tuple[int, str] | None:
-    """The first log-prob that no sampled token can have: its index, and what is wrong with it.
+    """The first log-prob that no sampled token can have: its index, and what is wrong; else None.
 
     Args:
         logprobs_G: natural logarithms, one for each sampled token; any float dtype.
     """
-    # These are the possible values, not the wrong ones: comparing NaN gives False, so NaN is not
-    # possible.
+    # The test is for possible values, because NaN is not possible, and comparing NaN gives False.
     possible_G = (logprobs_G >= LEAST_LOGPROB) & (logprobs_G <= MOST_LOGPROB)
     if possible_G.all():
         return None
@@ -52,11 +51,12 @@ def wrong_logprob(logprobs_G: np.ndarray) -> tuple[int, str] | None:
 
 
 def wrong_token(tokens_N: np.ndarray, vocab_size: int | None = None) -> tuple[int, str] | None:
-    """The first token id outside the vocabulary: its index, and what is wrong with it.
+    """The first token id outside the vocabulary: its index, and what is wrong; None if all are in.
 
     Args:
         tokens_N: integer ids.
-        vocab_size: that of the model; None or 0 if it is not known: then ids must only fit int32.
+        vocab_size: how many token ids the model has. None or 0 if that is not known: then an id may
+            be any number from 0 to 2**31 - 1.
     """
     most = MOST_TOKEN_ID if not vocab_size else min(vocab_size - 1, MOST_TOKEN_ID)
     possible_N = (tokens_N >= 0) & (tokens_N <= most)
@@ -90,12 +90,12 @@ def wrong_name(policy_version: int, group: int, sample: int) -> str | None:
 
 
 def wrong_count(counts_M: np.ndarray, least: int, total: int) -> str | None:
-    """Why a tensor of `total` things cannot be divided among rollouts by these counts; else None.
+    """Why these counts cannot divide a tensor of `total` elements among rollouts; else None.
 
     Args:
         counts_M: int64, one for each rollout.
         least: the smallest count that a rollout can have.
-        total: how many things the tensor has.
+        total: how many elements the tensor has.
     """
     # Each count is compared with the total before anything is summed, because a sum of int64 wraps
     # around. Example: four counts of 2**62 and one of 5 add up to 5. A reader that trusts this 5
@@ -114,7 +114,7 @@ def wrong_count(counts_M: np.ndarray, least: int, total: int) -> str | None:
 def wrong_text(value: Any) -> str | None:
     """Why `value` cannot name an engine, a version or a model; None if it can.
 
-    An error puts "must be" in front of the words, for example of "a text; got int".
+    The caller puts "NAME must be" in front of the words. Example: "a text; got int".
     """
     if not isinstance(value, str):
         return f"a text; got {type(value).__name__}"

@@ -19,8 +19,8 @@ def whole_file(path: Path, *, sync: bool = True) -> Iterator[BinaryIO]:
     systems. A file that already has the name is replaced. Missing folders are made.
 
     Args:
-        sync: whether the bytes are on disk before the name is. False is for a file that can be made
-            again after a power failure.
+        sync: whether to wait until the bytes are on disk before the file gets its name. False is
+            for a file that can be made again after a power failure.
 
     Raises:
         OSError: the file cannot be written.
@@ -45,6 +45,10 @@ def whole_file(path: Path, *, sync: bool = True) -> Iterator[BinaryIO]:
 
 
 def write_whole(path: Path, data: bytes | str, *, sync: bool = True) -> None:
-    """Write these bytes, or this text in UTF-8, as a whole file; see `whole_file`."""
+    """Write these bytes, or this text in UTF-8, as a whole file; see `whole_file`.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     with whole_file(path, sync=sync) as file:
         file.write(data.encode() if isinstance(data, str) else data)

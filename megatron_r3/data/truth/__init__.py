@@ -1,7 +1,7 @@
-"""Whether recorded routes are those of their tokens: what differs, where, and why (docs/truth.md).
+"""The truth test: whether recorded routes belong to their tokens (docs/truth.md).
 
-This subpackage needs numpy alone. It runs no model: the caller gives live routes of the same
-tokens.
+The test says what differs, where, and why. It runs no model: the caller gives live routes of the
+same tokens. This subpackage needs numpy alone.
 """
 
 from megatron_r3.data.truth.alarms import Alarm

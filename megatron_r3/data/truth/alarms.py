@@ -1,8 +1,7 @@
-"""Alarms from shares of mismatch alone: rows of some kind differ more than their limit allows.
+"""Alarms from shares of mismatch alone: more rows of some kind differ than the limit allows.
 
-Training knows only these shares; `unwritten.py` and `misplaced.py` find more, but need the routes.
-Users soon ignore alarms that are often false, so each share is compared with the limit of
-`limit.py`.
+Training knows only these shares. `unwritten.py` and `misplaced.py` find more faults, but need the
+routes. `limit.py` has the limits. They are wide, because users ignore alarms that are often false.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ class Alarm:
     """A fault of recorded rows, as far as the truth test can tell.
 
     Attributes:
-        cause: the likely cause, one of those of docs/truth.md.
+        cause: the name of the likely cause in docs/truth.md.
         evidence: what was seen, in numbers.
         action: what to do.
     """
@@ -52,8 +51,8 @@ def table_alarms(
 
     Args:
         found: what was measured.
-        model: what messages call the live side.
-        names: what messages call the rollouts of `found`.
+        model: what messages call the model that chose the live routes.
+        names: what messages call the rollouts of `found`, in the order of their numbers.
     """
     raised = [alarm for alarm in (_prompts(found), _versions(found, model)) if alarm is not None]
     if raised:

@@ -1,4 +1,4 @@
-"""A rollout with the routes that another implementation chooses for its tokens, row by row.
+"""A rollout, and the routes that another implementation chooses for the same tokens, row by row.
 
 Shape suffixes (docs/glossary.md): C, K, L, N, T, U.
 """
@@ -26,9 +26,14 @@ class Compared:
 
     Attributes:
         rollout: with the recorded routes.
-        live_LTK: what the other implementation chooses, ids of any integer dtype.
+        live_LTK: the routes that the other implementation chooses, ids of any integer dtype.
         name: what messages call the rollout.
-        before_LTK: what the weights before the last update choose; None if it is not known.
+        before_LTK: the routes that the weights before the last update choose; None if they are not
+            known.
+
+    Raises:
+        ValueError: the live routes, or those before the update, have another shape than the
+            recorded routes.
     """
 
     rollout: Rollout
@@ -72,7 +77,7 @@ class Compared:
 
     @cached_property
     def same_before_LT(self) -> np.ndarray:
-        """Where the recorded set is that of the weights before the last update, bool."""
+        """Where the weights before the last update choose the recorded set, bool."""
         assert self.before_LTK is not None
         return self.codes_LT == set_codes(self.before_LTK)
 
@@ -96,14 +101,17 @@ class Compared:
 
     @cached_property
     def version_T(self) -> np.ndarray:
-        """The policy version of each row; a row of a prompt has that of the next sampled token."""
+        """The policy version of each row.
+
+        A row of a prompt has the version of the next sampled token, or else of the last one.
+        """
         rollout = self.rollout
         version_T = versions_of(rollout.versions_C2, rollout.response_N, rollout.policy_version)[1:]
         sampled = np.flatnonzero(version_T >= 0)
         if not len(sampled):
             return np.full(self.num_rows, rollout.policy_version)
         # Example: of the rows 0 to 6, only 2 and 5 predict a sampled token, so `sampled` is 2 5.
-        # The rows then get the versions of the rows 2 2 2 5 5 5 5: behind row 5 that of row 5.
+        # The rows then get the versions of the rows 2 2 2 5 5 5 5: no such row follows row 5.
         following_T = np.searchsorted(sampled, np.arange(self.num_rows))
         versions: np.ndarray = version_T[sampled[np.minimum(following_T, len(sampled) - 1)]]
         return versions

@@ -28,7 +28,7 @@ class Report:
     Attributes:
         tables: mismatch of all recorded rows.
         alarms: empty where nothing is wrong.
-        newest: the same tables, of rows of the newest policy version alone.
+        newest: mismatch of the recorded rows of the newest policy version.
     """
 
     tables: Tables
@@ -45,14 +45,17 @@ def examine(
 ) -> Report:
     """Compare recorded routes with live ones of the same tokens.
 
-    The live routes must be those of the weights that sampled the newest policy version. Rows of
-    older versions are in the tables; the alarms use them only to tell a fault of the newest
-    version from a fault of the model.
+    The live routes must be the choice of the weights that sampled the newest policy version. Rows
+    of older versions count in the tables. Of all alarms, one uses these rows: "weights of another
+    version" compares the newest version with the older ones.
 
     Args:
         compared: rollouts of one model; with more rollouts, smaller faults are found.
         layers: what the MoE layers are called, in the order of the routes.
-        model: what messages call the live side.
+        model: what messages call the model that chose the live routes.
+
+    Raises:
+        ValueError: there are no rollouts.
     """
     if not compared:
         raise ValueError("no rollouts: the truth test needs at least one")

@@ -1,7 +1,8 @@
-"""How far a sampler may be from the trainer: three times what is usual, plus a margin (room).
+"""How far a sampler may be from the trainer: three times the usual distance, plus a margin (room).
 
-Two things are judged by this rule: the shares of routes that differ (`alarms.py`, docs/truth.md),
-and a push of weights (`megatron_r3/loop/push_floor.py`, docs/online.md).
+Two kinds of numbers have such a limit: the shares of routes that differ (`alarms.py`,
+docs/truth.md), and what is measured after a push of weights (`megatron_r3/loop/push_floor.py`,
+docs/online.md).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Limit(NamedTuple):
         usual: the number without a fault; None if it is not known yet.
         room: the margin that is added to three times `usual`.
         first: the limit while `usual` is not known.
-        source: where `usual` comes from, as messages call it.
+        source: what messages call the number in `usual`.
     """
 
     usual: float | None
@@ -55,7 +56,7 @@ class Limit(NamedTuple):
         return not value <= self.most
 
     def words(self, number: Callable[[float], str] = "{:.3g}".format) -> str:
-        """The limit and its rule, for a message that has the value already."""
+        """The limit and its rule, for a message; `number` makes a text of a number."""
         if self.usual is None:
             return f"at most {number(self.first)}, since {self.source} is not known yet"
         return (
@@ -73,7 +74,7 @@ def share_limit(rows: float, usual: Share | None, source: str) -> Limit:
 
     Args:
         usual: the share without a fault; None, or a share of 0 rows, if it is not known.
-        source: where `usual` comes from, as messages call it.
+        source: what messages call the share in `usual`.
     """
     known = usual if usual and usual.rows else None
     chance = 1 / math.sqrt(max(1.0, min(rows, known.rows if known else rows)))

@@ -78,7 +78,7 @@ def tables_of(
 
     Args:
         layers: what the MoE layers are called, in the order of the routes.
-        left_out: rows `[T]` of each rollout that do not count, bool; None for none.
+        left_out: for each rollout, the rows that do not count, bool `[T]`; None if all count.
     """
     counted = [one.recorded_T.copy() for one in compared]
     for kept_T, out_T in zip(counted, left_out or (), strict=bool(left_out)):

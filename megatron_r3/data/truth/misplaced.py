@@ -18,12 +18,12 @@ from megatron_r3.data.truth.limit import Share, percent, share_limit
 
 MOST_SHIFT = 16  # tokens, in both directions
 # A shift must raise the share of pairs that agree by this, plus 1/sqrt(rows) for chance. In a
-# healthy rollout a shift lowers the share; the right shift of shifted rows raises it by 0.6 to 0.9.
+# rollout without a fault, a shift lowers the share.
 BETTER = 0.25
 
 
 def shifted(compared: Sequence[Compared]) -> Finding | None:
-    """The finding that rows are shifted: the row of token t is that of token t + s. Else None.
+    """The finding that the row of token t has the routes of token t + s, for some s; else None.
 
     Each part of the conversation is tried over all rollouts. If no part is shifted, each rollout is
     tried by itself.
@@ -81,15 +81,16 @@ def _best_shift(compared: Sequence[Compared], here: Sequence[np.ndarray]) -> str
             words = (
                 f"each row is that of another token, {tokens} "
                 f"{'later' if shift > 0 else 'earlier'}: {percent(agree)} of the pairs agree so, "
-                f"{percent(without)} without a shift"
+                f"and {percent(without)} agree without a shift"
             )
     return words
 
 
 def older_weights(compared: Sequence[Compared]) -> Finding | None:
-    """The finding that older weights made the rows of prompts, other rows, or all; else None.
+    """The finding that weights from before the last update chose rows; else None.
 
-    Older weights are those before the last update (`Compared.before_LTK`).
+    The rows are those of prompts, all others, or both. `Compared.before_LTK` has the choice of
+    these weights.
     """
     if any(one.before_LTK is None for one in compared):
         return None
@@ -112,7 +113,8 @@ def older_weights(compared: Sequence[Compared]) -> Finding | None:
     where = "all rows" if prompts and others else "the rows of prompts" if prompts else "other rows"
     evidence = (
         f"{where} are those of the weights before the update: {percent(then.share)} of the routes "
-        f"differ from the choice of those weights, {percent(now.share)} from that of the new ones"
+        f"differ from the choice of these weights, and {percent(now.share)} differ from the choice "
+        "of the new weights"
     )
     # Tokens behind an old prefix were computed with its keys and values, so the finding explains
     # all rows.

@@ -18,10 +18,10 @@ LEAST_RUN = 4  # rows
 
 
 def not_captured(compared: Sequence[Compared]) -> Finding | None:
-    """The finding that no router made some rows, or None.
+    """The finding that no router chose some rows, or None.
 
-    Such rows have an expert twice; or, with top-1, they are of a layer in which all rows have
-    expert 0, though not all live rows have it.
+    Such a row has an expert twice. With top-1, all rows of a layer have expert 0, but not all live
+    rows have it.
     """
     marks = []
     for one in compared:
@@ -47,9 +47,9 @@ def not_captured(compared: Sequence[Compared]) -> Finding | None:
 
 
 def stale(compared: Sequence[Compared]) -> Finding | None:
-    """The finding that runs of rows are copies of earlier rows, but the live rows are not; or None.
+    """The finding that consecutive rows are copies of earlier rows, but live rows are not; or None.
 
-    The same row for all tokens is such a run, too: each row is a copy of the row before.
+    If all tokens have the same row, each row is a copy of the row before.
     """
     keys_T = np.concatenate([row_keys(one.codes_LT) for one in compared])
     live_LT = np.concatenate([one.live_codes_LT for one in compared], 1)
