@@ -70,7 +70,9 @@ def decode_increments(
     where: str,
     **options: Any,
 ) -> list[Increment]:
-    """What each choice of one response adds to its conversation; `decode` describes the arguments.
+    """The increment of each choice of one response; `decode` describes the arguments.
+
+    An increment is what the choice adds to its conversation.
 
     Raises:
         EngineError: naming `where` and, as far as the fault has them, choice, token and layer.

@@ -1,8 +1,8 @@
 """Reads what the bodies of all engines have in common: options, prompts, choices, arrays.
 
-Errors raised here do not name the request: `decode_increments` adds its name (`shape.naming`).
-Nothing is unpickled, and the shape that a header claims is compared with the number of bytes before
-an array is made.
+Errors raised here do not name the request: `decode_increments` adds the request's name
+(`shape.naming`). Nothing is unpickled. The shape that a header claims is compared with the number
+of bytes before an array is made.
 
 Shape suffixes (docs/glossary.md): G, V.
 """
@@ -31,7 +31,6 @@ _PROMPTS = {
 }
 _MOST_TOKENS = ("max_tokens", "max_completion_tokens", "max_new_tokens")
 _TOKEN_ID = re.compile(r"token_id:(\d{1,10})")
-STREAMED = "a streamed response is not read; ask with stream false"
 NULL_LOGPROB = "a response token has no log-prob (null): sample the response again"
 _NUMBERS = (int, float, np.integer, np.floating)
 # The header of a .npy as numpy writes it. numpy's own reader parses the header as Python: that adds
@@ -54,7 +53,11 @@ def option(request: Mapping[str, Any], name: str, default: int) -> Any:
 
 
 def whole_number(value: Any, name: str, least: int = 0) -> int:
-    """`value`, refused unless it is a whole number from `least` to 2**31 - 1."""
+    """`value`, if it is a whole number from `least` to 2**31 - 1.
+
+    Raises:
+        EngineError: it is not; the message calls it `name`.
+    """
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST_TOKEN_ID:
         most = MOST_TOKEN_ID
         raise EngineError(
@@ -69,6 +72,9 @@ def most_tokens(request: Mapping[str, Any]) -> int | None:
     A request may give several limits: under several names, or (SGLang) in a list of
     `sampling_params` with one entry for each prompt. The largest limit counts, because engines
     disagree on which limit applies.
+
+    Raises:
+        EngineError: a limit is not a whole number from 0 to 2**31 - 1.
     """
     nested = request.get("sampling_params")
     holders = [request, *(nested if isinstance(nested, list) else [nested])]
@@ -82,54 +88,22 @@ def most_tokens(request: Mapping[str, Any]) -> int | None:
     return max(limits, default=None)
 
 
-def refuse_response(
-    response: Mapping[str, Any], request: Mapping[str, Any], any_model: str = ""
-) -> None:
-    """Refuse an error, a stream, another model's response, and a response that repeats its prompt.
-
-    Args:
-        any_model: the name that the engine returns for every model; empty if there is no such name.
-    """
-    # The forms of an error are {"error": {"message": ...}} or {"error": "..."} (vLLM), {"detail":
-    # ...} (FastAPI), and {"object": "error", "message": ...} (SGLang's OpenAI endpoints).
-    failed = response.get("error") or response.get("detail")
-    if not failed and response.get("object") == "error":
-        failed = response
-    if failed:
-        message = failed.get("message", failed) if isinstance(failed, Mapping) else failed
-        raise EngineError(f"the server refused the request: {said(message)}")
-    if request.get("stream"):
-        raise EngineError(STREAMED)
-    if request.get("echo"):
-        raise EngineError("echo mixes prompt and response; ask with echo false")
-    asked, got = request.get("model"), response.get("model")
-    if asked and got and got not in (asked, any_model or asked):
-        raise EngineError(
-            f"the response names the model {quoted(got)}; the request asked for {quoted(asked)}"
-        )
-
-
-def refuse_half_way(reason: Any) -> None:
-    """Refuse a choice that the engine aborted: the policy would have gone on sampling.
-
-    Args:
-        reason: the finish reason, a text (vLLM, Megatron) or an object with a `type` (SGLang).
-    """
-    message = reason.get("message") if isinstance(reason, Mapping) else None
-    kind = reason.get("type") if isinstance(reason, Mapping) else reason
-    if kind in ("abort", "error"):
-        why = f": {said(message)}" if message else ""
-        raise EngineError(f"the engine ended the response with {kind!r}, half-way{why}")
-
-
 def prompts(engine: str, request: Mapping[str, Any]) -> list[Any]:
-    """The token ids of each prompt of a request; None for a prompt that is a text or a chat."""
+    """The token ids of each prompt of a request; None for a prompt that is a text or a chat.
+
+    Raises:
+        EngineError: as `prompt_contents`.
+    """
     contents = prompt_contents(engine, request)
     return [None if isinstance(one, str) or _is_chat(one) else one for one in contents]
 
 
 def prompt_contents(engine: str, request: Mapping[str, Any]) -> list[Any]:
-    """Each prompt of a request as it was sent: token ids, a text, or the messages of a chat."""
+    """Each prompt of a request as it was sent: token ids, a text, or the messages of a chat.
+
+    Raises:
+        EngineError: the request has no prompt, or `messages` with something other than text.
+    """
     names = _PROMPTS[engine]
     if "messages" in request:
         messages = request["messages"]
@@ -147,7 +121,11 @@ def prompt_contents(engine: str, request: Mapping[str, Any]) -> list[Any]:
 
 
 def refuse_other_parts(messages: list[Mapping[str, Any]]) -> None:
-    """Refuse a chat with images, audio or files: the trainer would read their tokens as text."""
+    """Refuse a chat with images, audio or files: the trainer would take their tokens for text.
+
+    Raises:
+        EngineError: naming the message and its part.
+    """
     for number, message in enumerate(messages):
         content = message.get("content")
         for index, part in enumerate(content if isinstance(content, list) else []):
@@ -166,7 +144,11 @@ def _is_chat(prompt: Any) -> bool:
 
 
 def choices_in_order(choices: Any, expected: int) -> list[Mapping[str, Any]]:
-    """The choices of a response, each once, in the order of their `index`."""
+    """The choices of a response, each once, in the order of their `index`.
+
+    Raises:
+        EngineError: there are not `expected` choices, numbered from 0.
+    """
     if not isinstance(choices, list) or not choices:
         raise EngineError("the response has no choices")
     if not all(isinstance(choice, Mapping) for choice in choices):
@@ -182,10 +164,13 @@ def choices_in_order(choices: Any, expected: int) -> list[Mapping[str, Any]]:
 
 
 def id_array(value: Any, name: str, hint: str) -> np.ndarray:
-    """The ids of the sampled tokens, int32; refused if there are none.
+    """The ids of the sampled tokens, int32.
 
     Args:
         hint: the advice in the error about a `value` of None.
+
+    Raises:
+        EngineError: there are none, or one is not a whole number from 0 to 2**31 - 1.
     """
     if value is None:
         raise EngineError(f"no {name}; {hint}")
@@ -194,7 +179,11 @@ def id_array(value: Any, name: str, hint: str) -> np.ndarray:
 
 
 def refuse_none_sampled(value: Any, name: str) -> None:
-    """Refuse an empty list of sampled tokens."""
+    """Refuse an empty list of sampled tokens.
+
+    Raises:
+        EngineError: the list is empty.
+    """
     if isinstance(value, (list, tuple)) and not value:
         raise EngineError(
             f"{name} is empty: no token was sampled; ask for at least 1 (max_tokens; SGLang's "
@@ -203,13 +192,15 @@ def refuse_none_sampled(value: Any, name: str) -> None:
 
 
 def prompt_array(asked: Any, returned: Any, hint: str) -> np.ndarray:
-    """The prompt's token ids, int32: those in the request, or else those in the response.
+    """The prompt's token ids, int32, from the request, or else from the response.
 
     Args:
         asked: the prompt of the request; None for a text or a chat.
-        returned: the prompt's ids in the response, which must not contradict `asked`; None if the
-            response has none.
+        returned: the prompt's ids in the response; None if the response has none.
         hint: how to ask the engine for the prompt's ids.
+
+    Raises:
+        EngineError: neither has the ids, or the two differ.
     """
     if asked is None and returned is None:
         raise EngineError(f"no prompt_token_ids; {hint}")
@@ -221,7 +212,7 @@ def prompt_array(asked: Any, returned: Any, hint: str) -> np.ndarray:
     ):
         raise EngineError(
             "prompt_token_ids are not the prompt of the request: the server cut or changed the "
-            "prompt, or this is the response to another request"
+            "prompt, or this response belongs to another request"
         )
     return prompt
 
@@ -242,6 +233,9 @@ def sampled_logprobs(
         response_G: the sampled tokens.
         hint: how to ask for log-probs.
         prompt_length: the index of the first sampled token in the sequence, for errors.
+
+    Raises:
+        EngineError: a log-prob is missing, is no number, or is the one of another token.
     """
     values, names = None, None
     if isinstance(logprobs, Mapping):
@@ -279,7 +273,7 @@ def integer_array(value: Any, name: str) -> np.ndarray:
     """An integer array of three axes, from base64 of a `.npy`, nested lists, or an array.
 
     Raises:
-        EngineError: naming `name`; numpy's own errors never escape.
+        EngineError: `value` is no such array; the message calls it `name`.
     """
     if isinstance(value, str):
         array = _npy_array(_decoded(value, name), name)
@@ -291,7 +285,11 @@ def integer_array(value: Any, name: str) -> np.ndarray:
 
 
 def bare_array(text: Any, dtype: str, name: str) -> np.ndarray:
-    """A flat array from base64 of its bytes, which have no header with shape or dtype."""
+    """A flat array from base64 of its bytes, which have no header with shape or dtype.
+
+    Raises:
+        EngineError: the text is not base64 of whole elements.
+    """
     raw = _decoded(text, name)
     if len(raw) % np.dtype(dtype).itemsize:
         raise EngineError(f"{name}: {len(raw)} bytes are no whole number of {dtype} values")
@@ -299,7 +297,11 @@ def bare_array(text: Any, dtype: str, name: str) -> np.ndarray:
 
 
 def shaped_array(text: Any, dtype: str, shape: Any, name: str) -> np.ndarray:
-    """An integer array of three axes, from base64 of its bytes and a shape sent beside them."""
+    """An integer array of three axes, from base64 of its bytes and a shape sent beside them.
+
+    Raises:
+        EngineError: the text is not base64, or the shape does not fit the number of bytes.
+    """
     flat = bare_array(text, dtype, name)
     is_shape = isinstance(shape, (list, tuple)) and all(type(axis) is int for axis in shape)
     # math.prod, because Python's integers do not overflow
@@ -319,7 +321,11 @@ def _shaped(flat: np.ndarray, shape: tuple[int, ...], order: Any, name: str) -> 
 
 
 def token_array(value: Any, name: str) -> np.ndarray:
-    """Token ids as int32."""
+    """Token ids as int32.
+
+    Raises:
+        EngineError: `value` is not a list of at least one whole number from 0 to 2**31 - 1.
+    """
     array = _integers(_plain(value, name), name)
     if array.ndim != 1 or not array.size or array.min() < 0 or array.max() > MOST_TOKEN_ID:
         expected = f"a list of at least one number from 0 to {MOST_TOKEN_ID}"
@@ -328,7 +334,11 @@ def token_array(value: Any, name: str) -> np.ndarray:
 
 
 def number_array(value: Any, name: str) -> np.ndarray:
-    """Numbers of a list as float32; a number that is too large for float32 becomes infinite."""
+    """Numbers of a list as float32; a number that is too large for float32 becomes infinite.
+
+    Raises:
+        EngineError: `value` is not a flat list of numbers.
+    """
     array_V = _plain(value, name)
     if array_V.ndim != 1 or array_V.dtype.kind not in "iuf":
         got = _kinds(array_V) if array_V.ndim == 1 else f"{array_V.ndim} axes"

@@ -1,4 +1,4 @@
-"""What the tokens and routes of one response must satisfy, whichever engine sent them.
+"""Checks of one response, its tokens and its routes, for all engines.
 
 Shape suffixes (docs/glossary.md): T, N, G, L, Y, K.
 """
@@ -14,6 +14,7 @@ from megatron_r3.data.engines.body import most_tokens
 from megatron_r3.data.engines.shape import EngineError, ModelShape
 from megatron_r3.data.values import wrong_token
 from megatron_r3.replay.routes import Routes, RoutesError
+from megatron_r3.replay.words import quoted, said
 
 _NOT_CAPTURED = (
     "These return zeros: vLLM 0.22 to 0.26 on CPU, vLLM before 0.27 with FlashInfer's TRTLLM "
@@ -21,12 +22,60 @@ _NOT_CAPTURED = (
 )
 
 ANOTHER_MODEL = "is --model the model that the server runs?"
+STREAMED = "a streamed response is not read; ask with stream false"
+
+
+def refuse_response(
+    response: Mapping[str, Any], request: Mapping[str, Any], any_model: str = ""
+) -> None:
+    """Refuse what cannot be decoded, whatever its choices are.
+
+    Args:
+        any_model: the name that the engine returns for every model; empty if there is no such name.
+
+    Raises:
+        EngineError: the response is an error or names another model than the request, or the
+            request asked for a stream or for an echo of the prompt.
+    """
+    # The forms of an error are {"error": {"message": ...}} or {"error": "..."} (vLLM), {"detail":
+    # ...} (FastAPI), and {"object": "error", "message": ...} (SGLang's OpenAI endpoints).
+    failed = response.get("error") or response.get("detail")
+    if not failed and response.get("object") == "error":
+        failed = response
+    if failed:
+        message = failed.get("message", failed) if isinstance(failed, Mapping) else failed
+        raise EngineError(f"the server refused the request: {said(message)}")
+    if request.get("stream"):
+        raise EngineError(STREAMED)
+    if request.get("echo"):
+        raise EngineError("the response repeats the prompt (echo); ask with echo false")
+    asked, got = request.get("model"), response.get("model")
+    if asked and got and got not in (asked, any_model or asked):
+        raise EngineError(
+            f"the response names the model {quoted(got)}; the request asked for {quoted(asked)}"
+        )
+
+
+def refuse_half_way(reason: Any) -> None:
+    """Refuse a choice that the engine aborted: the policy would have gone on sampling.
+
+    Args:
+        reason: the finish reason, a text (vLLM, Megatron) or an object with a `type` (SGLang).
+
+    Raises:
+        EngineError: the reason is "abort" or "error".
+    """
+    message = reason.get("message") if isinstance(reason, Mapping) else None
+    kind = reason.get("type") if isinstance(reason, Mapping) else reason
+    if kind in ("abort", "error"):
+        why = f": {said(message)}" if message else ""
+        raise EngineError(f"the engine ended the response with {kind!r}, half-way{why}")
 
 
 def checked_tokens(
     prompt: np.ndarray, response_G: np.ndarray, request: Mapping[str, Any], shape: ModelShape
 ) -> np.ndarray:
-    """Prompt and response as one sequence, int32 `[N]`.
+    """The tokens of prompt and response as one sequence, int32 `[N]`.
 
     Raises:
         EngineError: an id that the model's vocabulary does not have, or more sampled tokens than
@@ -45,13 +94,12 @@ def checked_tokens(
 def checked_routes(
     rows_TYK: np.ndarray, num_tokens: int, shape: ModelShape, start: int = 0
 ) -> Routes:
-    """Routes of a rollout's tokens from `start` on, `[L, N - 1 - start, K]`.
+    """Routes of the tokens from `start` on, `[L, N - 1 - start, K]`.
 
     Args:
-        rows_TYK: ids of all hidden layers (those of dense layers are zero), or of the MoE layers
-            alone.
-        num_tokens: N, prompt and response; N - 1 - start rows are expected, because the last token
-            was never forwarded.
+        rows_TYK: ids of all hidden layers, zero in dense layers, or of the MoE layers alone.
+        num_tokens: N, of prompt and response together; N - 1 - start rows are expected, because
+            the last token was never forwarded.
         shape: the MoE layers of the model that the engine runs.
         start: the token of row 0.
 
@@ -61,9 +109,9 @@ def checked_routes(
     """
     _check_rows(rows_TYK, num_tokens, shape, start)
     rows_TLK = _moe_layers(rows_TYK, shape)
-    # With K = 1 a row [0] may mean expert 0, so Routes accepts zeros: look for them first. With
-    # K > 1 Routes refuses a row of zeros, which has expert 0 twice: then look for zeros, to name
-    # the cause.
+    # With K = 1 a row [0] may mean expert 0, so Routes accepts zeros: look for zeros first. With
+    # K > 1 Routes refuses a row of zeros, which has expert 0 twice. Then look for zeros, so that
+    # the error names the cause.
     if shape.topk == 1:
         _refuse_not_captured(rows_TLK, shape, start)
     try:

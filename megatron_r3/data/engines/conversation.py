@@ -1,7 +1,7 @@
 """Joins the responses of one conversation into one rollout.
 
-The prompt of each response holds the whole conversation before it. Example of two turns (u: the
-user's tokens, s: sampled ones); the second request asks for routes from token 4 on (its start):
+The prompt of each request holds the whole conversation before it. Example of two turns (u: a token
+of the user, s: a sampled token); the second request asks for routes from token 4 on (its start):
 
     token         0 1 2 3 4 5 6 7 8
     response 1    u u s s s            rows of tokens 0 1 2 3
@@ -37,10 +37,10 @@ class Increment:
     """What one response adds to a conversation.
 
     Attributes:
-        tokens_N: int32, the response's prompt and the tokens that it sampled.
+        tokens_N: int32, the tokens of the prompt, then the sampled tokens of this response.
         prompt_length: how many of the tokens are the prompt.
-        logprobs_G: float32, the log-prob of each token that this response sampled.
-        routes: `[L, N - 1 - start, K]`, checked.
+        logprobs_G: float32, the log-prob of each sampled token of this response.
+        routes: `[L, N - 1 - start, K]`, of the tokens from `start` on but the last.
         start: the token of the first row.
         group: the index of the prompt in its request.
         where: the name of the response in errors.
@@ -96,12 +96,12 @@ class Increment:
         """The rollout of this response alone.
 
         Raises:
-            EngineError: its routes do not start at token 0, or `check` refuses it.
+            EngineError: the routes do not start at token 0, or a field is refused by `check`.
         """
         if self.start:
             raise EngineError(
                 f"{self.where}: routes start at token {self.start}: stitch the conversation's "
-                "increments, or ask with start 0"
+                "increments, or ask for routes from token 0 on"
             )
         return stitch([self], self.where)
 
@@ -116,7 +116,10 @@ def read_choices(
             second prompt, and so on.
         where: the name of the request in errors.
         count: how many choices a prompt has.
-        read: makes an increment from a choice and the index of its prompt.
+        read: makes an increment from a choice and the index of the choice's prompt.
+
+    Raises:
+        EngineError: naming the request and the number of the choice.
     """
     increments = []
     for number, choice in enumerate(choices):
@@ -130,23 +133,25 @@ def read_choices(
 
 
 def stitch(increments: Sequence[Increment], where: str, *, holes: str = "refuse") -> Rollout:
-    """One rollout of all turns, with a row for each of its tokens but the last.
+    """One rollout of all turns, with a row for each token but the last.
 
-    The longest response has all tokens; the tokens of each other response must be a prefix of them.
-    A row that arrives again (a retry, a prefix sent twice) must be the same set of experts.
+    The longest response has all tokens of the conversation. Each other response must have the first
+    of these tokens. A row that arrives again (a retry, a prefix sent twice) must be the same set of
+    experts.
 
     Args:
         increments: those of one conversation, in any order.
         where: the name of the conversation in errors.
-        holes: what becomes of rows that no response brought: "refuse", or "missing" to leave them
-            not recorded.
+        holes: what happens if a row is in no response: "refuse" is an error, and "missing" makes it
+            a missing row.
 
     Returns:
-        A rollout with the reward `UNREWARDED`. Its policy version is `UNKNOWN_POLICY`; if several
-        versions sampled it, the oldest of them.
+        A rollout with the reward `UNREWARDED`. The policy version is the oldest one if several
+        versions sampled the rollout, and else `UNKNOWN_POLICY`.
 
     Raises:
-        EngineError: tokens, rows, kept sets or versions disagree, or a row is missing.
+        EngineError: there is no increment; the tokens, rows, kept sets or versions of two responses
+            contradict each other; or a row is in no response, and `holes` is "refuse".
     """
     if holes not in ("refuse", "missing"):
         raise EngineError(f"{where}: holes must be refuse or missing; got {holes!r}")
@@ -155,8 +160,8 @@ def stitch(increments: Sequence[Increment], where: str, *, holes: str = "refuse"
     # a stable sort: responses of the same length keep their order, so a retry stays behind
     ordered = sorted(increments, key=lambda increment: len(increment.tokens_N))
     tokens_N = ordered[-1].tokens_N
-    # decode_increments has checked its increments already, but a caller may make an increment by
-    # hand, or change one between two turns: so each is checked again.
+    # `read_choices` has checked its increments, but a caller may make an increment by hand, or
+    # change one between two turns. So each increment is checked again.
     for increment in ordered:
         with naming(increment.where):
             increment.check()
@@ -219,8 +224,8 @@ def _joined_rows(ordered: Sequence[Increment], num_rows: int) -> Routes:
                 first.topk,
             ):
                 raise EngineError(
-                    f"layers, experts or top-k are other than in {ordered[0].where}, of the same "
-                    "conversation"
+                    f"layers, experts or top-k are other than in {ordered[0].where}, which is of "
+                    "the same conversation"
                 )
             rows = slice(increment.start, increment.start + routes.num_rows)
             # again_T marks the rows that an earlier increment and this increment bring
@@ -234,7 +239,7 @@ def _joined_rows(ordered: Sequence[Increment], num_rows: int) -> Routes:
 
 
 def _refuse_other_rows(increment: Increment, known_LTK: np.ndarray, again_T: np.ndarray) -> None:
-    """Refuse a row that arrived before with another set of experts."""
+    """Refuse a row that an earlier increment brought with another set of experts."""
     if not again_T.any():
         return
     # [3, 0] and [0, 3] are one set of experts: a retry may well return its rows in another order
@@ -253,12 +258,14 @@ def _refuse_other_rows(increment: Increment, known_LTK: np.ndarray, again_T: np.
 def _turns(
     ordered: Sequence[Increment], num_tokens: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """The sampled spans, int32 `[U, 2]`; which tokens were sampled, `[N]`; the log-probs, `[N]`.
+    """The turns, int32 `[U, 2]`; which tokens were sampled, bool `[N]`; their log-probs, `[N]`.
 
-    The fourth array, `[N]`, says which of `ordered` sampled each token; -1 for tokens not sampled.
+    The fourth array, `[N]`, has the place in `ordered` of the response that sampled each token, and
+    -1 for tokens not sampled.
 
-    A token belongs to the first response that sampled it; a longer retry adds only its last tokens.
-    A response that was cut off and then continued gives two adjacent turns. Example, N = 6:
+    A token belongs to the first response that sampled it. So a longer retry adds only the tokens
+    that the first try does not have. A response that was cut off and then continued gives two
+    adjacent turns. Example, N = 6:
 
         response 1, prompt of 2, samples tokens 2 3        turn of each token: - - 0 0
         response 2, prompt of 4, samples tokens 4 5                            - - 0 0 1 1
@@ -284,7 +291,7 @@ def _turns(
 
 
 def _joined_kept(ordered: Sequence[Increment], source_N: np.ndarray) -> KeptSets | None:
-    """Each token's kept set, from the response that sampled it; None if no response has any."""
+    """Each token's kept set, from the response that sampled the token; None if there are none."""
     parts = [increment.kept for increment in ordered]
     used = np.unique(source_N[source_N >= 0]).tolist()
     if all(parts[number] is None for number in used):

@@ -24,12 +24,15 @@ from megatron_r3.data.engines.body import (
     option,
     prompt_array,
     prompts,
-    refuse_half_way,
-    refuse_response,
     shaped_array,
     whole_number,
 )
-from megatron_r3.data.engines.checks import checked_routes, checked_tokens
+from megatron_r3.data.engines.checks import (
+    checked_routes,
+    checked_tokens,
+    refuse_half_way,
+    refuse_response,
+)
 from megatron_r3.data.engines.conversation import Increment, read_choices
 from megatron_r3.data.engines.said import read_said
 from megatron_r3.data.engines.shape import EngineError, ModelShape, naming

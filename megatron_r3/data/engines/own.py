@@ -34,16 +34,16 @@ from megatron_r3.data.engines.shape import EngineError, ModelShape, naming
 def decode_increments(
     response: Any, request: Mapping[str, Any], shape: ModelShape, where: str
 ) -> list[Increment]:
-    """What each sampled sequence adds to its conversation.
+    """The increment of each sampled sequence: what the sequence adds to its conversation.
 
     Args:
-        response: one sampled sequence or a list of them. Each is a mapping with the sampled
-            `token_ids`, their `logprobs`, and `routes`: the ids `[T, Y, K]` of every token but the
-            last, in all hidden layers or in the MoE layers alone. Each of the three may be an array
-            or a list, and `routes` also base64 of a `.npy`. A sequence needs `prompt_token_ids` if
-            the request has no `prompt`.
-        request: `prompt`, the token ids that every sequence continues; `start`, the token of the
-            first row, 0 if left out; `max_tokens`, if there is a limit on sampled tokens.
+        response: one sampled sequence or a list of sequences. A sequence is a mapping with the
+            sampled `token_ids`, their `logprobs`, and `routes`: the ids `[T, Y, K]` of every token
+            but the last, in all hidden layers or in the MoE layers alone. Each of the three values
+            may be an array or a list, and `routes` also base64 of a `.npy`. A sequence needs
+            `prompt_token_ids` if the request has no `prompt`.
+        request: a mapping with `prompt`, the token ids that every sequence continues; `start`, the
+            token of the first row, 0 if left out; and `max_tokens`, if sampled tokens have a limit.
         shape: the MoE layers of the model that sampled.
         where: the name of the request in errors.
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_r3.data.engines.body import refuse_half_way
+from megatron_r3.data.engines.checks import refuse_half_way
 from megatron_r3.data.engines.shape import EngineError
 from megatron_r3.data.kept import KeptSets
 from megatron_r3.data.values import wrong_text
@@ -29,12 +29,11 @@ class Said:
     """What one choice of a response holds beside tokens and routes.
 
     Attributes:
-        message: the model's message: `content` and the fields of `BESIDE_CONTENT`, without what
-            else the engine sends in it (ids, log-probs). Empty if the engine sends no text, for
-            example because it has no tokenizer.
+        message: the model's message, but only `content` and the fields of `BESIDE_CONTENT`. Empty
+            if the engine sends no text, for example because it has no tokenizer.
         finish_reason: why the response ended, in the engine's words: "stop", "length".
-        policies: the versions of the weights that sampled the choice, each once, as far as the
-            engine reports them. Two versions mean that the weights changed in between.
+        policies: the versions of the weights that sampled the choice, each once, if the engine
+            reports versions. Several versions mean that the weights changed while it sampled.
         model: the name under which the server serves the model; empty if the response has none.
     """
 
@@ -49,13 +48,12 @@ def read_said(
 ) -> Said:
     """The `Said` of one choice of a chat (which has `message`) or a completion (which has `text`).
 
-    A completion's text becomes the message `{"content": "..."}`. The finish reason and the versions
-    of the weights are in the choice or in its `meta_info` (SGLang); versions may also be beside the
-    choices.
+    A completion's text becomes the message `{"content": "..."}`. The finish reason is in the choice
+    or in its `meta_info` (SGLang). The versions of the weights are there, or beside the choices.
 
     Args:
-        body: the response; where it has no choices, the choice itself.
-        choice: the choice.
+        body: the response. A response of SGLang's /generate is its own choice.
+        choice: an entry of the response's `choices`.
         versions: versions of the weights that the decoder has read already (Megatron).
 
     Raises:
@@ -86,9 +84,10 @@ def read_said(
 
 
 def _versions(fields: Mapping[str, Any]) -> list[str]:
-    """The versions of weights in one object of a response of vLLM (0.32) or SGLang (0.5.23).
+    """The versions of the weights in one object of a response of vLLM (0.32) or SGLang (0.5.23).
 
-    `weight_version` is the newest one; `weight_versions` has `[{"version", "start", "end"}]`.
+    `weight_version` is the newest version. `weight_versions` is a list of spans
+    (`version_spans`).
     """
     named = [version for version, _, _ in read_spans(fields.get("weight_versions"))]
     if fields.get("weight_version") is not None:
@@ -112,7 +111,7 @@ def kept_sets(lists: Any, name: str, prompt_length: int, num_sampled: int) -> Ke
         num_sampled: how many lists are expected.
 
     Raises:
-        EngineError: another number of lists, or something in them that is no token id.
+        EngineError: there is another number of lists, or an entry of a list is no token id.
     """
     if lists is None:
         return None
@@ -139,7 +138,7 @@ def version_spans(spans: Any, num_sampled: int) -> np.ndarray | None:
 
     Args:
         spans: `weight_versions` of vLLM (0.32) and SGLang (0.5.23); start and end count sampled
-            tokens. None gives None, as do versions that are no whole numbers, e.g. "default".
+            tokens. None, or a version that is no whole number such as "default", gives None.
         num_sampled: how many tokens were sampled.
 
     Raises:

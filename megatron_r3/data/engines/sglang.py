@@ -21,7 +21,6 @@ import numpy as np
 
 from megatron_r3.data.engines.body import (
     NULL_LOGPROB,
-    STREAMED,
     bare_array,
     choices_in_order,
     id_array,
@@ -29,17 +28,18 @@ from megatron_r3.data.engines.body import (
     option,
     prompt_array,
     prompts,
-    refuse_half_way,
     refuse_none_sampled,
-    refuse_response,
     sampled_logprobs,
     token_array,
     whole_number,
 )
 from megatron_r3.data.engines.checks import (
     ANOTHER_MODEL,
+    STREAMED,
     checked_routes,
     checked_tokens,
+    refuse_half_way,
+    refuse_response,
     row_cause,
 )
 from megatron_r3.data.engines.conversation import Increment, read_choices

@@ -1,4 +1,4 @@
-"""Captures routes of a transformers model: the ids that its routers choose while it runs.
+"""Captures the routes of a transformers model: the ids that its routers choose.
 
 Ids are `[T, K]` for one router and `[L, T, K]` for a model (docs/glossary.md).
 """
@@ -101,7 +101,7 @@ def routers_of(model: nn.Module) -> dict[int, nn.Module]:
         routers[int(layer[1])] = module
     if not routers:
         raise EngineError(
-            f"{type(model).__name__} has no top-k router module; needed are transformers 5 "
-            "and an MoE model"
+            f"{type(model).__name__} has no top-k router module; the model must be an MoE model of "
+            "transformers 5"
         )
     return dict(sorted(routers.items()))

@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_r3.data.engines.body import (
-    STREAMED,
     choices_in_order,
     id_array,
     integer_array,
@@ -25,12 +24,16 @@ from megatron_r3.data.engines.body import (
     option,
     prompt_array,
     prompts,
-    refuse_half_way,
-    refuse_response,
     sampled_logprobs,
     whole_number,
 )
-from megatron_r3.data.engines.checks import checked_routes, checked_tokens
+from megatron_r3.data.engines.checks import (
+    STREAMED,
+    checked_routes,
+    checked_tokens,
+    refuse_half_way,
+    refuse_response,
+)
 from megatron_r3.data.engines.conversation import Increment, read_choices
 from megatron_r3.data.engines.said import kept_sets, read_said, version_spans
 from megatron_r3.data.engines.shape import EngineError, ModelShape, naming
