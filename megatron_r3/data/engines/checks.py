@@ -17,7 +17,7 @@ from megatron_r3.replay.routes import Routes, RoutesError
 from megatron_r3.replay.words import quoted, said
 
 _NOT_CAPTURED = (
-    "These return zeros: vLLM 0.22 to 0.26 on CPU, vLLM before 0.27 with FlashInfer's TRTLLM "
+    "Known to return zeros: vLLM 0.22 to 0.26 on CPU, vLLM before 0.27 with FlashInfer's TRTLLM "
     "kernels, vLLM 0.21 for rows of a cached prefix"
 )
 
@@ -28,7 +28,7 @@ STREAMED = "a streamed response is not read; ask with stream false"
 def refuse_response(
     response: Mapping[str, Any], request: Mapping[str, Any], any_model: str = ""
 ) -> None:
-    """Refuse what cannot be decoded, whatever its choices are.
+    """Refuse a response of which no choice can be decoded.
 
     Args:
         any_model: the name that the engine returns for every model; empty if there is no such name.
@@ -159,8 +159,8 @@ def _moe_layers(rows_TYK: np.ndarray, shape: ModelShape) -> np.ndarray:
             f"routes of {layers} layers; the model has {shape.num_hidden_layers}, {num_moe} of "
             f"them MoE layers: {ANOTHER_MODEL}"
         )
-    # engines leave the rows of dense layers at zero, so anything else there means that the server's
-    # model has other MoE layers than the config says
+    # engines send zeros for dense layers; other ids there mean that the server's model has other
+    # MoE layers than the config says
     for layer in range(layers):
         if layer not in shape.moe_layers and rows_TYK[:, layer].any():
             raise EngineError(
@@ -173,7 +173,7 @@ def _moe_layers(rows_TYK: np.ndarray, shape: ModelShape) -> np.ndarray:
 def _refuse_not_captured(rows_TLK: np.ndarray, shape: ModelShape, start: int) -> None:
     """Refuse rows of zeros, which engines return where they captured nothing."""
     zero_TL = ~rows_TLK.any(-1)
-    if shape.topk == 1:  # some rows [0] may mean expert 0, but not all rows of a response
+    if shape.topk == 1:  # a row [0] may mean expert 0, unless all rows of a response are [0]
         zero_TL &= zero_TL.all() and shape.num_experts > 1
     if not zero_TL.any():
         return

@@ -1,9 +1,9 @@
-"""What Megatron-LM's inference server returns with `moe_enable_routing_replay`, from 0.17 on.
+"""Decodes what Megatron-LM's inference server returns with `moe_enable_routing_replay`.
 
-The dynamic text generation server puts `moe_topk_indices` into each choice of /v1/completions and
+From 0.17 on, the server puts `moe_topk_indices` into each choice of /v1/completions and
 /v1/chat/completions: nested lists in 0.17, `["ndarray", {data, dtype}]` with int16 from 0.18 on.
-An unpatched server sends all MoE layers in the order in which their routers were created: those of
-the decoder, then those of MTP. A patched server sends the decoder's alone, as bytes:
+An unpatched server sends all MoE layers: the layers of the decoder, then the layers of multi-token
+prediction (MTP). A patched server sends the layers of the decoder alone, as bytes:
 `["ndarray", {data, dtype, shape}]`. 0.17's /v1/completions returns no token ids and cannot be read.
 
 Shape suffixes (docs/glossary.md): G, K, L, N, T.
@@ -60,15 +60,15 @@ def decode_increments(
     *,
     num_mtp_layers: int = 0,
 ) -> list[Increment]:
-    """What each choice adds to its conversation; the routes always start at token 0.
+    """The increment of each choice; the routes always start at token 0.
 
     Args:
         response: the body that the server returned.
         request: the body that was sent.
         shape: the MoE layers of the model that the server runs.
         where: the name of the request in errors.
-        num_mtp_layers: MoE layers of multi-token prediction in the model of an unpatched server;
-            their routes come last and are dropped. 0 for a patched server, which sends none.
+        num_mtp_layers: how many MTP layers with MoE the model of an unpatched server has; their
+            routes come last and are dropped. 0 for a patched server, which does not send them.
 
     Raises:
         EngineError: naming `where` and, as far as the fault has them, choice, token and layer.
@@ -106,7 +106,7 @@ def _increment(
     if evictions and choice.get("moe_topk_indices") is None:
         raise EngineError(
             f"the server evicted and resumed the request {quoted(evictions, 20)} times, and lost "
-            "its routes; a server with the patches keeps them (make apply)"
+            "its routes; a server with the patches keeps such routes (make apply)"
         )
     prompt = prompt_array(asked, fields.get("prompt_token_ids"), _ASK_IDS)
     response_G = id_array(fields.get("generation_token_ids"), "generation_token_ids", _ASK_IDS)
@@ -132,10 +132,10 @@ def policy_versions(epochs: Any, prompt_length: int, num_sampled: int) -> np.nda
 
     Args:
         epochs: the response's `policy_epoch`, pairs of first token and version, ascending; None if
-            the server counts no versions.
+            the server does not count versions. Then the result is None too.
 
     Raises:
-        EngineError: `epochs` has something other than such pairs.
+        EngineError: `epochs` is not a list of such pairs.
     """
     if not epochs:
         return None
@@ -160,15 +160,15 @@ def _rows(value: Any, shape: ModelShape, num_mtp_layers: int) -> np.ndarray:
     name = "moe_topk_indices"
     if value is None:
         raise EngineError(
-            f"{name}: there are none; start the server with --moe-enable-routing-replay, on a tree "
-            "with the patches (without them many requests lose their routes)"
+            f"the response has no {name}; start the server with --moe-enable-routing-replay, on a "
+            "tree with the patches (on other trees many requests lose their routes)"
         )
     rows_TLK = routes_array(value, name)
     layers, num_moe = rows_TLK.shape[1], len(shape.moe_layers)
     if layers != num_moe + num_mtp_layers:
         raise EngineError(
-            f"{name}: {layers} layers; the model has {num_moe} MoE layers and {num_mtp_layers} of "
-            "multi-token prediction (num_mtp_layers)"
+            f"{name}: {layers} layers; the model has {num_moe} MoE layers and {num_mtp_layers} MTP "
+            "layers (the argument num_mtp_layers)"
         )
     return rows_TLK[:, :num_moe]
 
@@ -177,12 +177,12 @@ def routes_array(value: Any, name: str) -> np.ndarray:
     """The ids `[T, L, K]` of all MoE layers in the response.
 
     Args:
-        value: in one of three forms: lists, `["ndarray", {data, dtype}]` with lists as data, and
-            `["ndarray", {data, dtype, shape}]` with base64 as data.
+        value: has one of three forms: nested lists, `["ndarray", {data, dtype}]` with nested lists
+            as data, or `["ndarray", {data, dtype, shape}]` with base64 as data.
         name: the field that has the ids.
 
     Raises:
-        EngineError: naming `name`.
+        EngineError: `value` has another form; the message calls it `name`.
     """
     tagged = isinstance(value, (list, tuple)) and len(value) == 2 and isinstance(value[0], str)
     if not tagged:

@@ -1,9 +1,10 @@
-"""What an SGLang server returns with `--enable-return-routed-experts`.
+"""Decodes what an SGLang server returns with `--enable-return-routed-experts`.
 
 A request asks for routes with `return_routed_experts`. /generate returns routes of every sample
-(`meta_info.routed_experts`). OpenAI's endpoints return routes of the first choice only
-(`sglext.routed_experts`), but from 0.5.18 on, with `return_meta_info`, those of every choice. Use
-0.5.10 or later: an older server that balances experts (EPLB) sends ids that are not the model's.
+(`meta_info.routed_experts`). OpenAI's endpoints return routes of the first choice alone
+(`sglext.routed_experts`); from 0.5.18 on they return routes of every choice if the request has
+`return_meta_info`. Use 0.5.10 or later: an older server that balances experts (EPLB) sends ids that
+are not the model's.
 
 The routes are base64 of little-endian int32 ids of all hidden layers, without a header: the
 response says neither their shape nor their first token.
@@ -72,7 +73,7 @@ def decode_increments(
     shape: ModelShape,
     where: str,
 ) -> list[Increment]:
-    """What each sample adds to its conversation: the `n` samples of each prompt, in order.
+    """The increment of each sample: first the `n` samples of the first prompt, and so on.
 
     Args:
         response: the body that the server returned.
@@ -99,7 +100,7 @@ def decode_increments(
 
 
 def _samples_of_one(request: Mapping[str, Any]) -> Any:
-    """How many samples of each prompt were asked for."""
+    """How many samples the request asks for with each prompt."""
     params = request.get("sampling_params")
     if not isinstance(params, list):
         return option(request, "n", 1)
@@ -111,7 +112,7 @@ def _samples_of_one(request: Mapping[str, Any]) -> Any:
 
 
 def _items(response: Any, request: Mapping[str, Any], expected: int) -> list[dict[str, Any]]:
-    """The samples of /generate or of an OpenAI endpoint, in one form."""
+    """The samples of /generate or of an OpenAI endpoint, each as a dict with the same keys."""
     if isinstance(response, Mapping):
         refuse_response(response, request)
         if "meta_info" not in response:
@@ -174,8 +175,8 @@ def _increment(
     refuse_half_way(meta.get("finish_reason"))
     if retracted := meta.get("num_retractions"):
         raise EngineError(
-            f"the server retracted the request {quoted(retracted, 20)} times: its first tokens "
-            "have routes of the second run and log-probs of the first; sample it again"
+            f"the server retracted the request {quoted(retracted, 20)} times: the first tokens of "
+            "the response have routes of a later run and log-probs of the first; sample it again"
         )
     prompt = prompt_array(asked, item["prompt_token_ids"], item["hint"])
     counted = meta.get("prompt_tokens")
@@ -216,11 +217,12 @@ def _response(item: Mapping[str, Any], prompt_tokens: int) -> tuple[np.ndarray, 
 def _logprobs_of_mask(
     meta: Mapping[str, Any], tokens_N: np.ndarray, kept: KeptSets, prompt_length: int
 ) -> np.ndarray:
-    """Float32 log-probs `[G]` over the kept sets; `output_token_logprobs` are over all tokens.
+    """Float32 log-probs `[G]`, normalised over the kept sets.
 
-    An entry of `output_token_sampling_logprobs` is the log-prob of the sampled token. If the
-    request has `sampling_logprobs_mode` "support", an entry is a list of the log-probs of all
-    tokens of the mask, in the order of the mask.
+    The log-probs of `output_token_logprobs` are normalised over all tokens. An entry of
+    `output_token_sampling_logprobs` is the log-prob of the sampled token. If the request has
+    `sampling_logprobs_mode` "support", an entry is a list: the log-probs of all tokens of the mask,
+    in the order of the mask.
     """
     values, masks = meta.get(_MASK_LOGPROBS), meta[_MASK]
     if not isinstance(values, list) or len(values) != len(masks):
@@ -259,8 +261,8 @@ def _rows(text: Any, num_tokens: int, start: int, shape: ModelShape) -> np.ndarr
     """The ids of all hidden layers from token `start` on, `[T, Y, K]`, out of bare bytes.
 
     Only the number of bytes says which token is the first. Example: 10 tokens, 5 layers, top-4, and
-    a request with a start of 4. 100 ids are 5 rows, from token 4 on; 180 ids are 9 rows, from token
-    0 on, and the first 4 are dropped: 0.5.8 to 0.5.11 ignore `routed_experts_start_len`.
+    a request with a start of 4. 100 ids are 5 rows, from token 4 on. 180 ids are 9 rows, from token
+    0 on; the first 4 rows are dropped. 0.5.8 to 0.5.11 ignore `routed_experts_start_len`.
     """
     if text is None:
         raise EngineError(

@@ -1,4 +1,4 @@
-"""The shape of a model's MoE layers, read from its transformers config."""
+"""Reads from a transformers config which layers of a model are MoE layers, their experts, top-k."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _T = TypeVar("_T")
 
 
 class EngineError(ValueError):
-    """A response or a model config that cannot be used; the message names it and the fault."""
+    """A response or a model config that cannot be used; the message says which one, and why."""
 
 
 @contextmanager
 def naming(where: str) -> Iterator[None]:
     """Put `where` in front of the message of an error that the block raises.
 
-    So inner functions need not know the name of the request or the file: `naming("request 7, choice
-    0")` turns "no log-probs" into "request 7, choice 0: no log-probs".
+    So inner functions need not know the name of the request or of the file. Example:
+    `naming("request 7, choice 0")` turns "no log-probs" into "request 7, choice 0: no log-probs".
 
     Raises:
         EngineError: for every EngineError and RoutesError of the block.
@@ -60,12 +60,15 @@ _MOST_BYTES = 1 << 22  # of a config.json; the longest real ones have 400 kB
 
 @dataclass(frozen=True)
 class ModelShape(MoEShape):
-    """The MoE layers of a model, and what else decoding needs.
+    """The MoE layers of a model, and what else a decoder of responses needs.
 
     Attributes:
-        num_hidden_layers: dense and MoE layers, without multi-token-prediction layers. Most engines
-            send rows of all hidden layers.
-        vocab_size: rows of the output layer; None where the config does not say.
+        num_hidden_layers: how many dense and MoE layers the model has, without layers of
+            multi-token prediction. Most engines send rows of all hidden layers.
+        vocab_size: rows of the output layer; None if the config does not say it.
+
+    Raises:
+        EngineError: no model has such a shape.
     """
 
     num_hidden_layers: int
@@ -92,9 +95,9 @@ class ModelShape(MoEShape):
         """The shape of a transformers model.
 
         Args:
-            source: a model directory, its config.json, or that file's contents.
-            moe_layers, num_experts, topk: what the config does not say in a known way, for example
-                because its model type is not known; else None.
+            source: a model directory, the path of a config.json, or the object in that file.
+            moe_layers, num_experts, topk: given by the user if the config does not say them in a
+                known way, for example because the model type is not known; else None.
 
         Raises:
             EngineError: the file cannot be read; the model type is unknown; a field is missing, has
@@ -119,7 +122,7 @@ class ModelShape(MoEShape):
 
 
 def _said(option: str, given: _T | None, read: Callable[[], _T]) -> _T:
-    """The value that `read` finds in the config, or else `given`; refused if the two differ."""
+    """The value that `read` finds in the config, or else `given`; an error if the two differ."""
     try:
         found = read()
     except EngineError:
@@ -157,7 +160,7 @@ def _read(source: str | Path | Mapping[str, Any]) -> tuple[Mapping[str, Any], st
 
 
 def _language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config of the language model: the config itself, or an object inside of it."""
+    """The config of the language model: `config`, or an object inside of it."""
     for name in _INNER_NAMES:
         inner = config.get(name)
         if isinstance(inner, Mapping) and config.get("num_hidden_layers") is None:
@@ -191,9 +194,9 @@ def _integer(
 
 
 def _one_of(config: Mapping[str, Any], names: Sequence[str], what: str) -> int:
-    """A number that a config gives under one of several names.
+    """The number that a config has under one of several names.
 
-    Hunyuan's `moe_topk` may also be a list with the same number for each layer.
+    Hunyuan's `moe_topk` may also be a list that has the same number for each layer.
     """
     given = {}
     for name in names:
@@ -240,7 +243,7 @@ def _layers(config: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _rule(config: Mapping[str, Any]) -> _Rule:
-    """The function that finds the MoE layers in this config; model families have their own."""
+    """The function that finds the MoE layers in this config, by `mlp_layer_types` or model type."""
     model_type = config.get("model_type")
     if config.get("mlp_layer_types") is not None:
         return _from_names
@@ -361,7 +364,7 @@ def _periodic(config: Mapping[str, Any], num_layers: int) -> Iterable[int]:
 
 
 def _blocks(config: Mapping[str, Any]) -> Sequence[str] | None:
-    """Nemotron-H: a letter for each layer, "E" for a MoE layer; None for other configs."""
+    """Nemotron-H: a text for each layer, "E" for an MoE layer; None if the config has none."""
     names, letters = config.get("layers_block_type"), config.get("hybrid_override_pattern")
     if isinstance(names, list):
         return ["E" if name == "moe" else "" for name in names]
@@ -373,7 +376,7 @@ def _by_blocks(config: Mapping[str, Any], num_layers: int) -> Iterable[int]:
     if blocks is None or len(blocks) != num_layers:
         raise EngineError(
             f"`layers_block_type` must name each of {num_layers} layers, or "
-            "`hybrid_override_pattern` have a letter for each"
+            "`hybrid_override_pattern` must have a letter for each layer"
         )
     return (i for i, block in enumerate(blocks) if block == "E")
 

@@ -1,4 +1,4 @@
-"""What vLLM returns with `--enable-return-routed-experts`: a server's JSON, or Python objects.
+"""Decodes what vLLM returns with `--enable-return-routed-experts`: JSON, or Python objects.
 
 A server sends routes on /v1/completions, /v1/chat/completions and /inference/v1/generate. The
 request must have `return_token_ids` and `logprobs`. Routes are base64 of a `.npy`.
@@ -59,13 +59,13 @@ def decode_increments(
     shape: ModelShape,
     where: str,
 ) -> list[Increment]:
-    """What each choice adds to its conversation: rows from `routed_experts_prompt_start` on.
+    """The increment of each choice; its routes begin at `routed_experts_prompt_start`.
 
     Args:
         response: the body that the server returned, or a finished `RequestOutput` of a request
             with `SamplingParams(logprobs=1)`.
-        request: the body that was sent. For a `RequestOutput`, which holds the prompt itself, only
-            `routed_experts_prompt_start`, `n` and `max_tokens` are read, and each may be left out.
+        request: the body that was sent. A `RequestOutput` holds the prompt itself. For it only
+            `routed_experts_prompt_start`, `n` and `max_tokens` are read; each may be left out.
         shape: the MoE layers of the model that the engine runs.
         where: the name of the request in errors.
 
@@ -132,7 +132,7 @@ def decode_routes(
 
     Args:
         choice: an entry of a response's `choices`.
-        num_tokens: N, prompt and response.
+        num_tokens: N, of prompt and response together.
         shape: the MoE layers of the model that the server runs.
         start: the token of row 0.
 
@@ -149,7 +149,7 @@ def decode_routes(
 def _from_python(
     response: Any, request: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A `RequestOutput` as a response body and its request, in the form they have over HTTP."""
+    """A `RequestOutput` in the form of the server's JSON: the response, and its request."""
     outputs = getattr(response, "outputs", None)
     prompt = getattr(response, "prompt_token_ids", None)
     if not isinstance(outputs, (list, tuple)) or prompt is None:
@@ -190,7 +190,10 @@ def _python_choice(output: Any) -> dict[str, Any]:
 
 
 def _python_logprobs(tokens: Any, entries: Any) -> list[Any]:
-    """The log-prob of each sampled token; an entry `{token id: Logprob}` has other tokens too."""
+    """The log-prob of each sampled token.
+
+    An entry `{token id: Logprob}` may have more tokens than the sampled one.
+    """
     if not isinstance(tokens, list) or not isinstance(entries, (list, tuple)):
         raise EngineError("no log-probs; ask with SamplingParams(logprobs=1)")
     if len(tokens) != len(entries) or not all(isinstance(entry, Mapping) for entry in entries):

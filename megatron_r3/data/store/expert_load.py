@@ -1,4 +1,4 @@
-"""How many rows of a rollout take each expert: the load of the ranks that own the experts.
+"""Counts how many rows take each expert: the load of the ranks that own the experts.
 
 Shape suffixes (docs/glossary.md): K, L, T.
 """
@@ -30,7 +30,7 @@ def count_recorded(
     """How many recorded rows take each expert, int64 `[layers, experts]`.
 
     Args:
-        where: what the error calls the data, a file or a folder.
+        where: what the error calls the data: a rollout, a file or a folder.
 
     Raises:
         StoreError: an id is out of range.

@@ -1,7 +1,7 @@
 """Finds the shards in the directory of a store, and keeps a shard's file open while it is used.
 
-Shards are called `shard-NNNNN.safetensors` and are numbered 0, 1, 2 ... without a gap. The number
-stands in the name and in the header, so a shard that is missing, renamed or copied is noticed.
+Shards are called `shard-NNNNN.safetensors`, and are numbered 0, 1, 2 ... without a gap. The number
+is in the name and in the header. So readers notice a shard that is missing, renamed or copied.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ def shard_number(path: Path) -> int:
 def listed_shards(directory: Path, but: Set[str] = frozenset()) -> list[int]:
     """The numbers of the shards of a directory, ascending; numbers may be missing.
 
-    A directory that is not there has none: a sampler may make it later.
+    If there is no such directory, there are no shards: a sampler may make the directory later.
 
     Args:
-        but: file names to leave out: a caller that lists a directory of 10,000 shards again and
-            again passes the names that the caller knows.
+        but: file names to leave out. A caller that lists a directory many times passes the names
+            that it has seen before.
 
     Raises:
-        StoreError: a safetensors file has another name, so nobody knows which shard it is; or the
-            directory cannot be listed.
+        StoreError: a safetensors file has a name that is not the name of a shard; or the directory
+            cannot be listed.
     """
     try:
         names = {*os.listdir(directory)}
@@ -72,15 +72,15 @@ def listed_shards(directory: Path, but: Set[str] = frozenset()) -> list[int]:
 
 
 def shards_in_order(directory: Path) -> range:
-    """The numbers of the shards of a directory, which must be all from 0 to the largest one.
+    """The numbers of the shards of a directory: all numbers from 0 to the largest one.
 
     Raises:
-        StoreError: a number is missing, or as `listed_shards`.
+        StoreError: a number is missing; or for the reasons of `listed_shards`.
     """
     numbers = listed_shards(directory)
     if len(numbers) <= max(numbers, default=-1):
-        # A listing may miss a shard that is written meanwhile, and still have the one after it. A
-        # second listing has both.
+        # A listing may miss a shard that is written meanwhile, but have the next shard. A second
+        # listing has both.
         numbers = listed_shards(directory)
     for expected, number in enumerate(numbers):
         if expected != number:
@@ -95,19 +95,19 @@ def shards_in_order(directory: Path) -> range:
 class HeldFile:
     """A regular file that stays open from its check to its use.
 
-    Everything is read through one descriptor, by position. So a file that takes the name of this
-    file later is never read. The file is not mapped into memory: if somebody truncates a mapped
-    file, SIGBUS ends the process, while a read of a truncated file only comes up short.
+    Everything is read through one descriptor. So if another file takes this file's name later, the
+    other file is not read. The file is not mapped into memory: if somebody truncates a mapped file,
+    SIGBUS ends the process, while a read of a truncated file returns fewer bytes.
 
     Args:
         path: the file's path.
-        late_s: how long to wait for a file that is not there.
+        late_s: how many seconds to wait for a file that is not there.
 
     Attributes:
-        size: in bytes, when the file was opened.
+        size: the file's size in bytes when it was opened.
 
     Raises:
-        StoreError: there is no such file, it cannot be opened, or it is a device or a pipe.
+        StoreError: the file is not there or cannot be opened, or it is no regular file.
     """
 
     def __init__(self, path: Path, late_s: float = 0.0) -> None:
@@ -149,7 +149,7 @@ class HeldFile:
             except OSError as error:
                 raise StoreError(
                     f"{self.path}: cannot be read any more ({error.strerror}): was it removed or "
-                    "replaced while it is in use? Put it back, and start again"
+                    "replaced while it is in use? Put the file back, and start again"
                 ) from error
             if count == rest.nbytes:
                 break
@@ -189,8 +189,8 @@ def _open(path: Path, late_s: float) -> int:
 def allow_most_files() -> None:
     """Let this process have as many open files as the system allows.
 
-    A store has as many open files as shards. Most systems allow a process 1024 (the soft limit)
-    until it asks for more (up to the hard limit).
+    A store has as many open files as shards. Most systems allow a process 1024 open files (the soft
+    limit) until the process asks for more (up to the hard limit).
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

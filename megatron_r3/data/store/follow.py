@@ -1,7 +1,7 @@
 """A store that grows while it is read: the sampler adds shards, and training waits for them.
 
-Shard k is taken only when the shards before it are there. So a row id means the same in every
-process, whatever the order in which shards arrive, and keeps its meaning while the store grows.
+Shards may arrive in any order, but a shard is taken only after all shards with smaller numbers. So
+a row id means the same row in every process, also while the store grows.
 
 Shape suffixes (docs/glossary.md): M.
 """
@@ -28,20 +28,20 @@ from megatron_r3.data.store.shard import LATE_S, Shard
 CheckShard = Callable[[Shard], None]  # raises a ValueError for a shard that it refuses
 
 
-# The new shards, or None; and words for a message that say which shard is missing although a later
-# shard is there, or "".
+# The new shards, None if there are none. Then a part of a message: which shard is missing though a
+# later shard is there; empty if no shard is missing.
 News = tuple[Index | None, str]
 
 
 class Arrivals(Protocol):
-    """A source of new shards: a list of the directory, or messages of a process that lists it."""
+    """A source of new shards: a directory, or messages of a process that lists the directory."""
 
     def news(self) -> News:
         """The shards that have come since the last call, in order.
 
         Raises:
-            StoreError: a shard is damaged, does not belong to the others, or is refused; or the
-                process that lists the directory does not answer.
+            StoreError: a shard is damaged, does not belong to the others, or is refused by a check;
+                or the process that lists the directory does not answer.
         """
 
 
@@ -49,12 +49,12 @@ class Lookout:
     """Finds the new shards of a directory that grows, and reads their headers.
 
     Args:
-        directory: a store whose policy versions never go back from shard to shard. It may be
-            missing.
+        directory: the directory of a store, which need not be there yet. Its policy versions must
+            not decrease from shard to shard.
         mixed_policies: see RolloutStore.
         check: called with every new shard; raises a ValueError for one that it refuses.
-        late_s: how long to wait for a file whose name is listed but which cannot be opened yet, at
-            most `LATE_S`.
+        late_s: how many seconds to wait for a file that is listed but cannot be opened yet; at most
+            `LATE_S` count.
 
     Attributes:
         shards: the shards taken so far, in the order of their numbers.
@@ -76,11 +76,12 @@ class Lookout:
     def news(self) -> News:
         """The shards that have come since the last call, in order.
 
-        A call that meets a wrong shard returns the new shards before this shard. If there are no
-        new shards before it, the call raises.
+        If a new shard is wrong, the call returns only the new shards before it. If there are no new
+        shards before it, the call raises.
 
         Raises:
-            StoreError: as in Arrivals.
+            StoreError: a shard is damaged, does not belong to the others, or is refused by `check`;
+                or the directory cannot be listed, or was replaced by another.
         """
         known, there = len(self.shards), {*listed_shards(self.directory, self._taken)}
         if known in there:
@@ -132,10 +133,10 @@ class Lookout:
         self._taken.add(shard.path.name)
 
     def _check_order(self, shard: Shard) -> None:
-        """Refuse a shard of an older policy than that of the shard before it.
+        """Refuse a shard with an older policy version than the shard before it has.
 
-        A rollout counts with its newest version. Example: a shard of version 4 may come before one
-        with a long rollout that began under version 3 and ended under version 5.
+        A rollout counts with its newest version. Example: a shard of version 4 may come before a
+        shard with a long rollout that began under version 3 and ended under version 5.
         """
         if not self.shards:
             return
@@ -144,8 +145,8 @@ class Lookout:
         oldest = int(shard.newest_version_M.min())
         if oldest < newest:
             raise StoreError(
-                f"{shard.path}: policy version {oldest} comes after {newest} of "
-                f"{last.path}: in a store that is followed, versions must not go back"
+                f"{shard.path}: policy version {oldest} comes after {newest} of {last.path}: in a "
+                "store that is followed, versions must not decrease from shard to shard"
             )
 
 
@@ -160,15 +161,16 @@ def open_stores(
 
     Args:
         directories, mixed_policies: see RolloutStore.
-        follow_s: how many seconds to wait for a rollout that is not there yet, also for the first
-            one. There must be one directory then, and it may grow. None means that the stores are
-            taken as they are.
-        check: called with every shard before a rollout of it is used.
+        follow_s: a number of seconds makes a store that grows, of one directory. The store waits so
+            long for the next shard. None means that the stores are read as they are now.
+        check: called with every shard before a rollout of it is used; raises a ValueError for a
+            shard that it refuses.
         waits: whether to return only when a store that grows has its first rollout.
 
     Raises:
-        StoreError: the stores cannot be used, or the first rollout does not come in time.
-        ValueError: `check` refuses a shard.
+        StoreError: the stores cannot be used; the first shard does not come in time; or `check`
+            refuses a shard of a store that grows.
+        ValueError: `check` refuses a shard of a store that is read as it is now.
     """
     if follow_s is None:
         store = RolloutStore(directories, mixed_policies)
@@ -193,14 +195,14 @@ def open_stores(
 class FollowedStore(RolloutStore):
     """A store whose directory grows; it may still be empty or missing when it is opened.
 
-    `shards` has the shards that are known so far. `refresh` looks for more, and so do `shards_of`
-    and `routes` if a row id lies behind the known shards.
+    `shards` has the shards that are known so far. `refresh` looks for more shards. `shards_of`, and
+    what calls it, also do that if a row id lies behind the known shards.
 
     Args:
         directory: the store's directory.
-        wait_s: how long `wait_for` waits for the next shard.
+        wait_s: how many seconds to wait for the next shard.
         arrivals: tells which shards have come.
-        index: the shards that are known already; None for none.
+        index: the shards that are known already; None if no shard is known.
     """
 
     def __init__(
@@ -212,14 +214,14 @@ class FollowedStore(RolloutStore):
     ) -> None:
         self.directories = [directory]
         self.wait_s, self._arrivals, self._waiting = wait_s, arrivals, ""
-        # Readers need no lock: `refresh` makes a new Index and puts it here with one assignment, so
-        # a reader in another thread has the old shards or the new, never new shards with old row
-        # ids. The lock only keeps two refreshes apart.
+        # Readers need no lock: `refresh` makes a new Index and puts it here with one assignment. So
+        # a reader in another thread has either the old index or the new index. The lock only keeps
+        # two refreshes apart.
         self.index = Index.of(self.directories, []) if index is None else index
         self._refreshing = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a spawned process gets: everything but the lock, which cannot be sent."""
+        """The fields that a spawned process gets: all but the lock, which cannot be sent."""
         return {name: value for name, value in vars(self).items() if name != "_refreshing"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -230,7 +232,7 @@ class FollowedStore(RolloutStore):
         """Take the shards that have come since the last call.
 
         Raises:
-            StoreError: a shard is damaged, does not belong to the others, or is refused.
+            StoreError: as `Arrivals.news`.
         """
         with self._refreshing:
             while True:
@@ -242,12 +244,12 @@ class FollowedStore(RolloutStore):
     def wait_for(self, rollout: int) -> None:
         """Wait until the store has the rollout of this index.
 
-        Each new shard restarts the wait. So a collection may take an hour, if the next shard always
-        comes within `wait_s`.
+        Each new shard restarts the wait of `wait_s` seconds. So a collection may take an hour, if
+        each shard comes in time.
 
         Raises:
-            StoreError: the rollout is not there, and no shard came within `wait_s`; or a new shard
-                cannot be used.
+            StoreError: the rollout is not there, and no shard came within `wait_s` seconds; or a
+                new shard cannot be used.
         """
         awaited = f"rollout {rollout}" if self.shards else "the first shard"
         self._wait(lambda: rollout < len(self), awaited)

@@ -1,9 +1,9 @@
-"""The header of a shard: what the shard says of itself, and where each of its tensors lies.
+"""Reads and checks the header of a shard: its description, and where each tensor lies in the file.
 
-Somebody else may have written the file, so nothing in it is believed before it is checked: every
-number is a whole number within a range, the tensors fill the file without overlap or hole, and the
-shapes of the tensors fit each other. Afterwards a tensor's bytes can be read by their position
-(`Entry`), and reading takes no more memory than the file is long.
+Somebody else may have written the file. So the header is used only after these checks: each number
+is a whole number within a range, the tensors fill the file without overlap or hole, and the shapes
+of the tensors fit each other. Then a tensor's bytes can be read by their position (`Entry`), and
+reading takes no more memory than the file is long.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ PAIRS = {"turns": "num_turns", "versions": "num_versions"}
 IN_MEMORY = (*PER_ROLLOUT, *PAIRS)  # all other tensors of a shard stay in its file
 PER_TOKEN = {"tokens": "I32", "response": "U8", "logprobs": "F32", "recorded": "U8"}
 KEPT = {"kept_sizes": "I32", "kept_ids": "I32"}  # only if a rollout of the shard has kept sets
-# The tables of part sums: checksums of each 64 tokens of a rollout (`part_sums.py`). COLUMNS has
-# the tensor of each column of a table; the columns of ROUTE_SUMS are the layers of `routes`.
+# The tables of part sums, which are checksums of each 64 tokens of a rollout (`part_sums.py`).
+# COLUMNS says, by table, to which tensor each column belongs; the columns of ROUTE_SUMS are the
+# layers of `routes`.
 PART_TOKENS = 64
 TOKEN_SUMS, ROUTE_SUMS, KEPT_SUMS = "token_sums", "route_sums", "kept_sums"
 COLUMNS = {ROUTE_SUMS: (), TOKEN_SUMS: (*PER_TOKEN,), KEPT_SUMS: (*KEPT,)}
@@ -65,11 +66,11 @@ _MOST_INFOS = 1000  # kept in `_infos`: one for each policy of a long training
 
 
 class Entry(NamedTuple):
-    """A tensor's type and shape, and where the tensor lies.
+    """A tensor's type and shape, and where the tensor's bytes lie in the file.
 
     Attributes:
         dtype: safetensors' name of the type.
-        begin, end: where the tensor's bytes lie in the file.
+        begin, end: the tensor's first byte, and the byte behind its last one.
     """
 
     dtype: str
@@ -86,8 +87,8 @@ class Header:
         entries: where each tensor lies.
         crc32: by name, the CRC-32 of each tensor's bytes.
         recorded_rows: how many rows have routes.
-        identity: 16 hex digits of the SHA-256 of the header's text `megatron_r3`, which holds the
-            checksums of all tensors. So two shards with the same identity have the same content.
+        identity: the first 16 hex digits of the SHA-256 of the header's text `megatron_r3`, which
+            has the checksums of all tensors. So shards of one identity have the same content.
     """
 
     info: StoreInfo
@@ -98,7 +99,7 @@ class Header:
 
     @lazy
     def mask(self) -> int:
-        """See `mask_of`."""
+        """The number that is XORed into all part sums of the shard."""
         return mask_of(self.crc32)
 
 
@@ -106,7 +107,7 @@ def mask_of(crc32: Mapping[str, int]) -> int:
     """The number that is XORed into all part sums of a shard (`part_sums.py` says why).
 
     Args:
-        crc32: by name, the CRC-32 of each tensor; those of the tables of part sums do not count.
+        crc32: by name, the CRC-32 of each tensor; the tables of part sums do not count.
     """
     names = sorted(crc32.keys() - COLUMNS.keys())
     return zlib.crc32(np.array([crc32[name] for name in names], "<u4").tobytes())
@@ -116,7 +117,8 @@ def read_header(file: HeldFile) -> Header:
     """Read and check the header of a shard.
 
     Raises:
-        StoreError: beginning with the file's path.
+        StoreError: the header is damaged, of another format, or contradicts itself or the file; the
+            message begins with the file's path.
     """
     where = str(file.path)
     try:
@@ -139,8 +141,8 @@ def _read_layout(file: HeldFile) -> tuple[dict[str, Any], int]:
     """The JSON of a safetensors file, and the byte at which the tensors begin.
 
     A file (https://github.com/huggingface/safetensors) is the length of the header (8 bytes,
-    little-endian), the header (JSON) and the tensors' bytes, whose offsets count from the end of
-    the header. Example of a header:
+    little-endian), the header (JSON) and the tensors' bytes. The header says where each tensor
+    lies, counted from the end of the header. Example of a header:
 
         {"__metadata__": {"megatron_r3": "{...}", "crc32": "123"},
          "reward": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
@@ -200,17 +202,21 @@ def _not_whole(where: str, reason: str) -> StoreError:
 
 
 def check_logprobs_of(info: StoreInfo, has_kept_sets: bool, where: str) -> None:
-    """Refuse kept sets beside log-probs that are not known to be normalised over them."""
+    """Refuse kept sets if the log-probs are not known to be normalised over these sets.
+
+    Raises:
+        StoreError: naming `where`.
+    """
     if has_kept_sets and info.sampling.logprobs_of != "processed":
         raise StoreError(
             f"{where}: has kept sets, and sampling.logprobs_of is "
-            f"{quoted(info.sampling.logprobs_of)}: it must be 'processed', because the trainer "
-            "normalises over the kept sets"
+            f"{quoted(info.sampling.logprobs_of)}; with kept sets it must be 'processed', because "
+            "the trainer normalises over the kept sets"
         )
 
 
 def _read_body(metadata: Any, where: str) -> tuple[dict[str, Any], bytes]:
-    """What the shard says of itself: as a JSON object, and as the text in the header."""
+    """The shard's description `megatron_r3`: as a JSON object, and as the text in the header."""
     text = metadata.get("megatron_r3") if isinstance(metadata, dict) else None
     if not isinstance(text, str) or not text:
         raise StoreError(f"{where}: a safetensors file, but not a rollout shard: move it away")
@@ -257,17 +263,17 @@ def _check_keys(where: str, what: str, values: Any, wanted: Iterable[str]) -> No
 
 
 def read_info(given: Any, where: str) -> StoreInfo:
-    """What a header says of its store.
+    """The `StoreInfo` that a header has as its object `info`.
 
     Args:
-        given: the object `info` of the header.
-        where: for the error.
+        given: the object.
+        where: what the error calls the header.
 
     Raises:
         StoreError: a key is missing or unknown, or a value is impossible.
     """
     text = repr(given)
-    if text in _infos:  # the shards of a store say the same
+    if text in _infos:  # most shards of a store have the same info
         return _infos[text]
     _check_keys(where, "info", given, [field.name for field in fields(StoreInfo)])
     names = [field.name for field in fields(SamplingSettings)]
@@ -296,9 +302,9 @@ def _check_names(entries: Mapping[str, Entry], crc32: Mapping[str, int], where: 
 def _check_shapes(entries: Mapping[str, Entry], info: StoreInfo, where: str) -> None:
     """Refuse tensors whose types or shapes do not fit each other.
 
-    M rollouts with N tokens in all have N - M rows, because the last token of each rollout has no
-    row. So the shapes of `num_tokens`, `tokens` and the sums determine all others, except how many
-    pairs and kept ids there are.
+    M rollouts with N tokens together have N - M rows, because the last token of each rollout has no
+    row. So the shapes of `num_tokens`, `tokens` and the sums determine all other shapes, except how
+    many pairs and kept ids there are.
     """
     for name in ("num_tokens", "tokens", *PAIRS, *(n for n in KEPT if n in entries)):
         if len(entries[name].shape) != 1:

@@ -42,14 +42,14 @@ class Index(Sequence[Shard]):
 
     Attributes:
         directories: the store's directories, as they were named.
-        resolved: these directories without symbolic links, so two names of one directory are equal.
-        infos: the different infos of the shards.
-        table: a record for each shard; its `folder` is an index into `directories`, and its `info`
-            an index into `infos`.
+        resolved: the paths of these directories without symbolic links.
+        infos: the infos of the shards, each once.
+        table: a record for each shard. `folder` is an index into `directories`, and `info` an index
+            into `infos`.
         columns: by name, each tensor that has a value or pairs for each rollout, joined over all
             shards. Two more columns are computed: `newest_version`, and `groups` once the method
             `groups` was called.
-        made: the `Shard` objects of this process, by their place in the table.
+        made: the `Shard` objects of this process, by the shard's place in the table.
     """
 
     directories: tuple[str, ...]
@@ -80,14 +80,14 @@ class Index(Sequence[Shard]):
         return cls(names, resolved, (*places,), table, columns, made)
 
     def __reduce__(self) -> Any:
-        """`made` is left out: another process makes shards of its own as it reads them."""
+        """Another process gets all fields but `made`, and makes its own `Shard` objects."""
         return Index, (self.directories, self.resolved, self.infos, self.table, self.columns)
 
     def plus(self, other: Index) -> Index:
         """These shards, then the shards of another index of the same directories.
 
-        Both indices share one `made`: a shard that a thread meanwhile opens through the shorter
-        index is in the longer one too.
+        Both indices share one `made`. So if a thread meanwhile opens a shard through the shorter
+        index, the longer index has this shard too.
         """
         infos = {info: place for place, info in enumerate(self.infos)}
         places = [infos.setdefault(info, len(infos)) for info in other.infos]
@@ -102,9 +102,9 @@ class Index(Sequence[Shard]):
         return Index(self.directories, self.resolved, (*infos,), table, columns, self.made)
 
     def packed(self) -> bytes:
-        """The index as bytes, for a channel that others could write to.
+        """The index as bytes, for a channel that other users could write to.
 
-        Reading a pickle can run code; reading these bytes cannot.
+        To read a pickle can run code; to read these bytes cannot.
         """
         infos = [asdict(info) for info in self.infos]
         texts = json.dumps([self.directories, self.resolved, infos]).encode()
@@ -118,7 +118,7 @@ class Index(Sequence[Shard]):
         """The index that was packed into these bytes.
 
         Raises:
-            ValueError: the JSON or an info in the bytes is wrong.
+            ValueError: the JSON in the bytes is broken, or an info in it is impossible.
         """
         columns = dict(np.load(io.BytesIO(data), allow_pickle=False))
         texts, table = columns.pop("texts"), columns.pop("table")
@@ -174,16 +174,15 @@ class Index(Sequence[Shard]):
 
     @lazy
     def _first_pair(self) -> dict[str, np.ndarray]:
-        """Where the pairs of each shard begin in `turns` and in `versions`."""
+        """`[shards + 1]` each: where the pairs of each shard begin in `turns` and in `versions`."""
         starts = {name: starts_of(self.columns[count]) for name, count in PAIRS.items()}
         return {name: 2 * start_M[self.first_rollout] for name, start_M in starts.items()}
 
     def groups(self) -> np.ndarray:
-        """One number for each rollout, int64 `[M]`, the same for the rollouts of one group.
+        """A number for each rollout, int64 `[M]`; rollouts of one group have the same number.
 
-        A store's `group` numbers count inside one directory and policy version, and two collections
-        may both begin at 0. So two rollouts are of one group if directory, version and `group` are
-        the same.
+        Two rollouts are of one group if they have the same directory, policy version and `group`:
+        the `group` numbers of each directory and policy version may begin at 0.
         """
         if "groups" not in self.columns:
             folder_M = np.repeat(self.table["folder"], self.table["rollouts"])
@@ -208,9 +207,10 @@ class Index(Sequence[Shard]):
 
 
 def numbered(*keys: np.ndarray) -> np.ndarray:
-    """The place of each tuple of keys among the different tuples, ascending: int64 `[M]`.
+    """Number the tuples of keys: int64 `[M]`; equal tuples get the same number, from 0 on.
 
-    Example: the keys `3 1 3` and `0 5 0` are the tuples (3, 0) (1, 5) (3, 0), and get `1 0 1`.
+    A larger tuple gets a larger number. Example: the keys `3 1 3` and `0 5 0` are the tuples (3, 0)
+    (1, 5) (3, 0), and get `1 0 1`.
     """
     order = np.lexsort(keys[::-1])
     changes = np.zeros(len(order), bool)

@@ -22,7 +22,8 @@ def without_collector() -> Iterator[None]:
     """Switch Python's collector of reference cycles off while many shards are opened.
 
     The collector goes over all objects each time their number has grown by a quarter. Opening
-    10,000 shards makes a million objects, none in a cycle; the collector took 40 % of that time.
+    10,000 shards makes a million objects, none of them in a cycle. The collector took 40 % of the
+    time of opening them.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -55,7 +56,7 @@ class Kinship:
             others: the shards that were added.
 
         Raises:
-            StoreError: naming the shard, and the other shard that contradicts it.
+            StoreError: naming the refused shard, and the earlier shard that it contradicts.
         """
         if others:
             first = others[0]
@@ -88,12 +89,13 @@ Policy = tuple[tuple[str, ...], str, str]  # `StoreInfo.policy`
 class Versions:
     """Checks shards with a policy stamp: the same weights must not have two policy versions.
 
-    Example: a sampler never got the weights of version 1. Its next shard says version 1, and has
-    the stamp of version 0. A reader that believes the version takes old rollouts for new ones.
+    Example: a sampler never got the weights of version 1. The sampler's next shard says version 1,
+    and has the stamp of version 0. A reader that believes the version takes old rollouts for new
+    ones.
 
     Args:
-        is_right: called with a shard that gives a second version to the same weights; True if that
-            is right, as after an update with a learning rate of 0.
+        is_right: called with a shard that gives a second version to the same weights. True means
+            that the shard is right: an update with a learning rate of 0 changes no weights.
     """
 
     def __init__(self, is_right: Callable[[Shard], bool] = lambda shard: False) -> None:
@@ -104,8 +106,8 @@ class Versions:
     def check(self, shard: Shard) -> None:
         """Refuse a shard whose weights have another version in an earlier shard.
 
-        A shard with several versions is not compared: its engine got new weights while it sampled,
-        and the shard's stamp belongs to one of the versions.
+        A shard with several versions is not compared: the engine got new weights while it sampled,
+        and the shard's stamp belongs to only one of the versions.
 
         Raises:
             StoreError: naming both shards.
@@ -140,7 +142,7 @@ class Names:
         self._taken.setdefault(shard.path.parent, set()).update(self._checked)
 
     def check(self, shard: Shard, others: Sequence[Shard]) -> None:
-        """Refuse two rollouts of one (policy_version, group, sample) in one directory.
+        """Refuse two rollouts with the same policy version, group and sample in one directory.
 
         Args:
             others: the shards that were added.

@@ -1,7 +1,7 @@
-"""How a shard gets its name: by link(), which never replaces a file that has the name already.
+"""Gives a shard its name by link(), which never replaces a file that has the name already.
 
-rename() could replace another writer's shard, and a file that is made under its final name would be
-seen before it is whole. Some file systems have no link(): then an error says so.
+rename() could replace another writer's shard. A file that is made under its final name would be
+seen before it is whole. If a file system has no link(), an error says so.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _NO_DIRECTORY_SYNC = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSY
 
 
 def check_links(directory: Path) -> None:
-    """Refuse a directory in which no shard can get its name, before hours of sampling.
+    """Refuse a directory in which no shard can get its name; called before sampling.
 
     Raises:
         StoreError: the file system cannot link().
-        OSError: nothing can be written to the directory.
+        OSError: no file can be made or linked in the directory.
     """
     descriptor, temporary = tempfile.mkstemp(dir=directory, prefix=".shard-", suffix=".tmp")
     second = f"{temporary.removesuffix('.tmp')}-linked.tmp"
@@ -47,13 +47,13 @@ def give_name(file: BinaryIO, temporary: str, path: Path) -> bool:
     name is taken. Then this file itself has the name, and the result is True.
 
     Args:
-        file: the open file.
-        temporary: its first name.
-        path: its second name.
+        file: the finished file, still open.
+        temporary: the path of its first name.
+        path: the path of its second name.
 
     Raises:
         StoreError: the file system cannot link().
-        OSError: the name cannot be given, e.g. for lack of permission.
+        OSError: the file cannot be linked for another reason, or the directory cannot be synced.
     """
     try:
         os.link(temporary, path)  # unlike rename, link refuses to overwrite
@@ -83,7 +83,7 @@ def _has_name(file: BinaryIO, path: Path) -> bool:
 
 
 def _sync_directory(directory: Path) -> None:
-    """Write the names in a directory to disk; syncing its files does not do that."""
+    """Write the names in a directory to disk; to sync the files themselves does not do that."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

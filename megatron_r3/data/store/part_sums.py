@@ -1,20 +1,19 @@
-"""The checksums of a shard's tensors and of parts of its rollouts, compared with what is read.
+"""Computes the checksums of a shard's tensors and of parts of rollouts, and compares them.
 
 With context parallelism a rank reads only some tokens of a rollout. So each 64 tokens of a rollout
-are a part, and a part has a checksum (its sum) for each layer of `routes` and for each tensor with
-a value for each token. The file has tables of the sums, with a row for each part; a row has the
-sums of all layers or tensors. One read brings the sums of parts that follow each other. Example:
-rollouts of 65 and 3 tokens have the parts
+are a part. A part has a checksum, called its sum, for each layer of `routes` and for each tensor
+with a value for each token. The file has tables of the sums. A table has a row for each part, so
+that the sums of consecutive parts can be read at once. Example: rollouts of 65 and 3 tokens have
+the parts
 
     part                0       1      2
     its tokens       0-63      64  65-67      of the shard
     its rows         0-63    none  64-65      a rollout's last token has no row
 
-Each sum is stored XOR the shard's mask, a number that follows from the header (`mask_of`). Example:
-another shard of the same shapes overwrites this one while a rank has it open. The rows that the
-rank then reads fit the sums in the file, since both are the other shard's. But the other shard has
-another mask than the header that the rank has read, so the rows are refused. Without a mask, the
-rank would have to check after each read whether the file was changed.
+Each sum is stored XOR the shard's mask, a number that is computed from the checksums in the header
+(`mask_of`). Example: a rank has read the header of shard A. Then somebody overwrites the file with
+shard B, of the same shapes. The rows that the rank reads now fit the sums in the file, since both
+are of B. But B's sums have the mask of B, and the rank knows the mask of A: so it refuses the rows.
 
 Shape suffixes (docs/glossary.md): M, N, P, V.
 """
@@ -45,12 +44,12 @@ RECORDED = [*PER_TOKEN].index("recorded")  # its column of TOKEN_SUMS
 
 
 def starts_of(counts_M: np.ndarray) -> np.ndarray:
-    """Where each of M things begins, and where the last thing ends: counts 3 2 give 0 3 5."""
+    """Where each of M consecutive things begins, and the end of all. Example: 3 2 gives 0 3 5."""
     return np.concatenate([[0], np.cumsum(counts_M, dtype=np.int64)])
 
 
 def locate(start_M: np.ndarray, place: int) -> tuple[int, int]:
-    """Which of M things (`starts_of`) a place belongs to, and the place inside that thing."""
+    """Which of M consecutive things (`starts_of`) has a place, and the place inside this thing."""
     number = int(np.searchsorted(start_M, place, side="right")) - 1
     return number, place - int(start_M[number])
 
@@ -71,13 +70,12 @@ def num_parts(num_tokens: np.ndarray) -> np.ndarray:
 
 
 def part_sums(lines: np.ndarray, num_tokens: int) -> np.ndarray:
-    """The sum of each part of one rollout, or of some of its parts: uint32 `[L, parts]`.
+    """The sum of each part of one rollout: uint32 `[L, parts]`.
 
     Args:
-        lines: `[L, N, ...]` or rows `[L, T, ...]`, of any dtype; each line is contiguous, and
-            begins where a part begins.
-        num_tokens: how many tokens the parts have. There may be one row less, because the last
-            token of a rollout has none; the last part may then be empty, and has the sum 0.
+        lines: values of the tokens `[L, N, ...]`, or of the rows `[L, N - 1, ...]`; of any dtype,
+            each line contiguous.
+        num_tokens: N. If the lines have rows, the last part may be empty; it then has the sum 0.
     """
     sums = np.zeros((len(lines), -(-num_tokens // PART_TOKENS)), np.uint32)
     data = lines.reshape(len(lines), -1).view(np.uint8)
@@ -100,11 +98,11 @@ def whole_sums(lines: np.ndarray, num_parts: int) -> np.ndarray:
 def _sums(words: np.ndarray) -> np.ndarray:
     """The sum of the words of the last axis, in one call for all parts; other threads can run.
 
-    Each word is multiplied by a number that depends on its place, and of the 64-bit sum of the
-    products the upper 32 bits are kept. This is "Multilinear" of Lemire and Kaser, Strongly
-    universal string hashing is fast (arXiv 1202.4961). A wrong part has the right sum with a chance
-    of about 2**-32. A CRC-32 call for each part took twice as long, and no other thread ran
-    meanwhile.
+    Each word is multiplied by a number that depends on the word's place. The products are added
+    modulo 2**64, and the upper 32 bits of this number are the sum. This is "Multilinear" of Lemire
+    and Kaser, Strongly universal string hashing is fast (arXiv 1202.4961). A wrong part has the
+    right sum with a chance of about 2**-32. A CRC-32 call for each part took twice as long, and no
+    other thread ran meanwhile.
     """
     # tables of multipliers have a power of two as size, so few are cached: 100 words use 128
     multipliers = _multipliers(1 << (words.shape[-1] - 1).bit_length())[: words.shape[-1]]
@@ -121,12 +119,12 @@ def _multipliers(count: int) -> np.ndarray:
 
 
 def sums_of(lines: np.ndarray, num_tokens_M: np.ndarray, *, of_rows: bool = False) -> np.ndarray:
-    """The sum of each part of rollouts that follow each other, uint32 `[L, parts]`.
+    """The sum of each part of consecutive rollouts, uint32 `[L, parts]`.
 
     Args:
-        lines: `[L, sum N, ...]`, or `[L, T, ...]` with `of_rows`.
+        lines: values of all tokens `[L, sum N, ...]`, or of all rows `[L, T, ...]`.
         num_tokens_M: the number of tokens of each rollout.
-        of_rows: whether a rollout of N tokens has N - 1 rows in `lines`.
+        of_rows: whether `lines` has values of rows: N - 1 for a rollout of N tokens.
     """
     starts = starts_of(num_tokens_M - of_rows).tolist()
     each = zip(pairwise(starts), num_tokens_M.tolist(), strict=True)
@@ -142,14 +140,18 @@ def kept_sums(kept: KeptSets) -> np.ndarray:
 
 
 def read_tensor(file: HeldFile, header: Header, name: str) -> tuple[np.ndarray, bool]:
-    """A whole tensor, and whether it has the checksum of the header."""
+    """A whole tensor, and whether it has the checksum of the header.
+
+    Raises:
+        StoreError: the file was cut, or cannot be read any more.
+    """
     entry = header.entries[name]
     tensor = file.read(np.empty(entry.shape, DTYPES[entry.dtype]), entry.begin)
     return tensor, zlib_ng.crc32(tensor.data) == header.crc32[name]
 
 
 class PartSums:
-    """Compares what is read of one shard with the sums of its parts; StoreErrors name the file.
+    """Compares what is read of one shard with the sums in the shard's file.
 
     Args:
         file: the shard's file.
@@ -164,13 +166,16 @@ class PartSums:
     def compare(
         self, table: str, columns: Sequence[int], parts_P: np.ndarray, found: np.ndarray
     ) -> None:
-        """Refuse parts whose sums are not those in the file.
+        """Refuse parts if their sums differ from the sums in the file.
 
         Args:
-            table: the table of sums in the file.
-            columns: of the table, one for each layer or tensor that was read.
+            table: the name of the table of sums.
+            columns: the columns of the table, one for each layer or tensor that was read.
             parts_P: the parts, ascending.
             found: the sums of what was read, uint32 `[len(columns), P]`.
+
+        Raises:
+            StoreError: naming the file, the rollout, the tensor or layer, and the tokens or rows.
         """
         entry = self.header.entries[table]
         stored = np.empty((len(parts_P), entry.shape[1]), np.uint32)
@@ -189,7 +194,10 @@ class PartSums:
 
         Args:
             lines: the whole tensor, `[1, N]`; or the layers, `[L, T, topk]`, from `layer` on.
-            stored: the whole table that has the sums.
+            stored: the whole table of sums, ROUTE_SUMS for `routes` and else TOKEN_SUMS.
+
+        Raises:
+            StoreError: as `compare`.
         """
         table, first = (
             (ROUTE_SUMS, layer) if name == "routes" else (TOKEN_SUMS, [*PER_TOKEN].index(name))

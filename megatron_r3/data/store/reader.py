@@ -1,8 +1,8 @@
-"""Read a store: rollouts by index, routes by row id.
+"""Reads a store: rollouts by index, routes by row id.
 
-A row id counts the rows of all shards in the order of their numbers, so one integer names a rollout
-and a token in it. Example: shard 0 has rollouts of 5 and 9 tokens, so 4 + 8 rows, and
-the row ids 0 to 11; row id 5 is row 1 of rollout 1, and the first row of shard 1 has row id 12.
+A row id counts the rows of all shards, in the order of the shards. So one integer names a rollout
+and a token in it. Example: shard 0 has rollouts of 5 and 9 tokens, so it has 4 + 8 rows, with the
+row ids 0 to 11. Row id 5 is row 1 of rollout 1. The first row of shard 1 has the row id 12.
 
 Shape suffixes (docs/glossary.md): C, K, L, M, N, P, T, U.
 """
@@ -33,15 +33,15 @@ class RolloutStore:
 
     Args:
         directories: stores of the same model. Their rollouts follow each other in this order.
-        mixed_policies: whether shards may come from different policies of one model; then
-            `info.policy` may differ between them, but no other field.
+        mixed_policies: whether shards may come from different policies of one model. Then the
+            fields of `StoreInfo.policy` may differ between shards, but no other field.
 
     Attributes:
         index: all shards, in a form that can be sent to other processes.
 
     Raises:
-        StoreError: there is no shard; a shard is damaged, missing or there twice; a rollout is
-            there twice; or the stores do not belong together.
+        StoreError: a directory has no shard; a shard is damaged, missing or there twice; two
+            rollouts of a directory have one name; or the stores do not belong together.
     """
 
     index: Index
@@ -76,14 +76,21 @@ class RolloutStore:
 
     @classmethod
     def told(cls, index: Index) -> RolloutStore:
-        """The store of an index that this or another process made; a shard is opened when read."""
+        """The store of an index that this or another process made.
+
+        A shard is opened when something in its file is first read.
+        """
         store = cls.__new__(cls)
         store.directories = [Path(directory) for directory in index.directories]
         store.index = index
         return store
 
     def trained_on(self, checks: ReadChecks | None) -> None:
-        """Make these checks in `fields` and `routes`; None if the store was verified before."""
+        """Make these checks from now on in `fields` and `routes`.
+
+        Args:
+            checks: None for no checks, if the store was verified before.
+        """
         self._checks = checks
 
     @property
@@ -93,14 +100,14 @@ class RolloutStore:
 
     @property
     def info(self) -> StoreInfo:
-        """What the first shard says of its store; other shards may name another policy."""
+        """The info of the first shard; other shards may have another policy."""
         return self.index.infos[0]
 
     def refresh(self) -> None:
-        """Do nothing: only a followed store looks for new shards."""
+        """Look for new shards: only a store that grows does that."""
 
     def wait_for(self, rollout: int) -> None:
-        """Refuse a rollout that the store does not have: only a followed store waits.
+        """Refuse a rollout that the store does not have; only a store that grows waits for it.
 
         Raises:
             StoreError: there is no rollout of this index.
@@ -112,10 +119,10 @@ class RolloutStore:
             )
 
     def verify(self) -> None:
-        """Check every byte, value and expert id; one process of a node is enough.
+        """Check every byte, value and expert id of all shards.
 
         Raises:
-            ValueError: naming the file, and rollout, layer and token where there is one.
+            StoreError: as `verify_shard`.
         """
         for shard in self.shards:
             verify_shard(shard)
@@ -134,7 +141,7 @@ class RolloutStore:
         return self.index[number], rollout - int(self.index.first_rollout[number])
 
     def name(self, rollout: int) -> str:
-        """What a message calls a rollout: the shard's file, and the rollout's index in it."""
+        """The name of a rollout in messages: the shard's path, and the rollout's index in it."""
         shard, index = self.find(rollout)
         return f"{shard.path}: rollout {index}"
 
@@ -161,7 +168,8 @@ class RolloutStore:
         """One tensor with a value for each rollout: reward, group, sample, policy_version, ...
 
         Raises:
-            StoreError: `advantage` is asked for, and a rollout has none; the message names it.
+            StoreError: the name is `advantage`, and a rollout has none; the message names the
+                rollout.
         """
         if name == "advantage":
             for rollout in np.flatnonzero(np.isnan(self.index.columns[name]))[:1].tolist():
@@ -169,19 +177,24 @@ class RolloutStore:
         return self.index.columns[name]
 
     def newest_versions(self) -> np.ndarray:
-        """The newest policy version of each rollout, that of its last span: int64 `[M]`."""
+        """The newest policy version that sampled tokens of each rollout, int64 `[M]`."""
         return self.index.columns["newest_version"]
 
     def recorded_share(self) -> float:
-        """The share of all rows that have routes, from 0 to 1."""
+        """How many of all rows have routes, as a share from 0 to 1."""
         return float(self.index.table["recorded_rows"].sum() / self.index.first_row[-1])
 
     def groups(self) -> np.ndarray:
-        """One number for each rollout, int64 `[M]`, the same for the rollouts of one group."""
+        """A number for each rollout, int64 `[M]`; rollouts of one group have the same number."""
         return self.index.groups()
 
     def rollout(self, rollout: int) -> Rollout:
-        """One whole rollout; its routes are read and checked."""
+        """One whole rollout; its routes are read and checked.
+
+        Raises:
+            StoreError: as `fields`, or the kept sets are damaged.
+            RoutesError: a recorded row has wrong expert ids.
+        """
         shard, index = self.find(rollout)
         fields = self.fields(rollout)
         routes = Routes.from_array(
@@ -211,6 +224,9 @@ class RolloutStore:
 
         Args:
             response_N: the rollout's `response`; None if the caller has not read it yet.
+
+        Raises:
+            StoreError: the shard is damaged, or was changed since it was opened.
         """
         shard, index = self.find(rollout)
         if response_N is None:
@@ -230,13 +246,13 @@ class RolloutStore:
     def kept_of_next(self, rows_T: np.ndarray) -> KeptSets:
         """For each row id, the kept set of the next token, which the row's logits predict.
 
-        Example: a rollout has the tokens 5 9 7 3, and 7 and 3 were sampled. Its rows are those of
-        5, 9 and 7. The row of 5 gets an empty set, since 9 was not sampled; the row of 9 gets what
-        was kept when 7 was drawn, and the row of 7 what was kept when 3 was drawn.
+        Example: a rollout has the tokens 5 9 7 3, and the last two were sampled. The rows belong to
+        the tokens 5, 9 and 7. The row of 5 gets an empty set, since 9 was not sampled. The row of 9
+        gets the kept set of 7, and the row of 7 gets the kept set of 3.
 
         Args:
-            rows_T: int64, in any order; -1 (padding) gives an empty set, as does a row whose next
-                token was not sampled or whose rollout has no kept sets.
+            rows_T: int64, in any order. -1 (padding) gives an empty set. So does a row if its next
+                token was not sampled, or if its rollout has no kept sets.
 
         Returns:
             T sets, in the order of the rows.
@@ -271,10 +287,14 @@ class RolloutStore:
             into_LTK: where the ids are written; None for a new array.
 
         Returns:
-            ids `[len(layers), T, K]` in the stored dtype, and the recorded bits `[T]`.
+            The ids `[len(layers), T, K]` in the stored dtype, and the recorded bits `[T]`.
+
+        Raises:
+            StoreError: a shard is damaged, was changed since it was opened, or has an id that the
+                checks of `trained_on` refuse.
         """
-        # Whole parts are read side by side, behind one part of zeros. Then one call takes each row
-        # from its place there, and padding from the place 0.
+        # All parts are read into one array, which begins with one part of zeros. Then one call
+        # takes each row from its place in this array, and padding from the place 0.
         place_T, end = np.zeros(len(rows_T), np.int64), PART_TOKENS
         found = []
         for _, shard, here_T, wanted_T in self._in_shards(rows_T):
@@ -318,9 +338,10 @@ class RolloutStore:
         return found
 
     def _in_shards(self, rows_T: np.ndarray) -> Iterator[tuple[int, Shard, np.ndarray, np.ndarray]]:
-        """For each shard that holds some of these row ids: its number in `shards`, and the shard.
+        """The shards that hold these row ids.
 
-        Then the places of these row ids in `rows_T`, and the rows of the shard that they mean.
+        For each shard: its number in `shards`; the shard; the places in `rows_T` of the row ids
+        that it holds; and these rows, counted in the shard.
         """
         for number in self.shards_of(rows_T):
             first, end = self.index.first_row[number : number + 2].tolist()

@@ -1,4 +1,4 @@
-"""What all rollouts of a store share: the sampler, its model, and how it drew tokens."""
+"""What all rollouts of a store share: the sampler, the model, and how tokens were drawn."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DIGEST = re.compile("[0-9a-f]{16}")
 
 
 class StoreError(ValueError):
-    """A store that cannot be used; the message names the file and what to do."""
+    """A store that cannot be used; most messages name the file and what to do."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ class SamplingSettings:
 
     Attributes:
         temperature: what the logits were divided by.
-        top_p, top_k, min_p: what the distribution was cut off by; top_k 0 cuts nothing off.
-        max_tokens: the length at which a response was ended.
-        logprobs_of: the distribution whose log-probs the store has. "raw" is at temperature 1 over
-            the whole vocabulary. "processed" is what tokens were drawn from: logits are divided by
-            the temperature, and normalised over the kept tokens.
+        top_p, top_k, min_p: the settings that cut tokens off; top_k 0 cuts nothing off.
+        max_tokens: the number of sampled tokens at which a response was ended.
+        logprobs_of: which log-probs the store has. "raw" log-probs are at temperature 1 and over
+            the whole vocabulary. "processed" ones are of the distribution from which tokens were
+            drawn: logits divided by the temperature, normalised over the kept tokens.
     """
 
     temperature: float | None = None
@@ -87,19 +87,19 @@ class SamplingSettings:
 
 @dataclass(frozen=True)
 class StoreInfo(MoEShape):
-    """What every rollout of a store shares; each shard carries it.
+    """What all rollouts of a store share; each shard carries it.
 
-    All shards must agree; where policies are mixed, `policy` may differ.
+    All shards must agree; if policies are mixed, the fields of `policy` may differ.
 
     The fields of `MoEShape` come first; `of_model` takes them from the shape of the sampler.
 
     Attributes:
-        engine, engine_version: what sampled.
+        engine, engine_version: the engine that sampled.
         model: a name for people.
         router_fingerprint: for each MoE layer a digest of the sampler's router weights
             (`megatron_r3.data.fingerprint`); empty if not known.
-        policy_stamp: a digest of all of the sampler's weights. It tells apart policies that have
-            the same routers. Empty if not known.
+        policy_stamp: a digest of all of the sampler's weights, which differs between policies that
+            have the same routers. Empty if not known.
         engine_policy: the version of the weights as the engine itself reports it, or empty.
         vocab_size: rows of the sampler's output layer; 0 if not known.
         sampling: how the engine drew tokens.
@@ -118,7 +118,7 @@ class StoreInfo(MoEShape):
     def of_model(
         cls, shape: MoEShape, engine: str, engine_version: str, **others: Any
     ) -> StoreInfo:
-        """The info of a store whose rollouts this engine samples from a model of this shape.
+        """The info of a store for rollouts that this engine samples from a model of this shape.
 
         Args:
             others: values of fields that have a default.
@@ -165,7 +165,7 @@ class StoreInfo(MoEShape):
 
 
 def differences(there: StoreInfo, here: StoreInfo) -> list[str]:
-    """How the infos of two stores differ: a few words for each field that differs.
+    """How two infos differ: a few words for each field that differs.
 
     Example: `["topk 4 there, 2 here", "router of layer 3 0f.. there, 1b.. here (and 46 more)"]`.
     """

@@ -1,11 +1,11 @@
 """One shard: opened, checked and read.
 
-What each rollout has once (its reward, its lengths) is kept in memory. Tokens, routes and kept sets
+What a rollout has once (its reward, its lengths) is kept in memory. Tokens, routes and kept sets
 stay in the open file, and are compared with their checksums when they are read.
 
-One process reads the headers of a store's shards and sends what it found to the others
-(`index.py`). The others open a shard only when they read rows of it, and then compare the identity
-of its header with the one they were sent.
+In a job, one process reads the headers of a store's shards, and sends all other processes what it
+found (`index.py`). Another process opens a shard only when it reads rows of the shard. It then
+compares the identity of the header in the file with the identity that it was sent.
 
 Shape suffixes (docs/glossary.md): C, K, L, M, N, P, T, V.
 """
@@ -48,22 +48,23 @@ from megatron_r3.data.store.schema import StoreError, StoreInfo
 from megatron_r3.data.values import wrong_count, wrong_name, wrong_reward
 from megatron_r3.replay.routes import id_dtype
 
-# How many seconds later than the first rank this machine may see a file: an NFS client caches a
-# directory at most so long (acdirmax).
+# How many seconds later than the first rank this machine may see a file. An NFS client caches a
+# directory for at most 60 s (acdirmax, by default).
 LATE_S = 60.0
 
 
 class Shard:
-    """A shard that this process (`Shard.look`) or the process that sent it has read and checked.
+    """A shard whose header was read and checked, by this process (`Shard.look`) or by its sender.
 
-    All reads are from the file that was opened, even if another file has its name by then.
+    All reads are from the file that was opened, even if another file has the name by then.
 
     Args:
         path: the file's path; the file is opened when something in it is first needed.
         identity: see `Header`; shards of different content have different identities.
         info: what all rollouts of the store share.
         recorded_rows: how many rows of the shard have routes.
-        tensors: those that have a value or pairs for each rollout, by name (docs/rollout-store.md).
+        tensors: by name, the tensors that have a value or pairs for each rollout
+            (docs/rollout-store.md).
 
     Attributes:
         bytes_read: the bytes of routes that this process has read so far.
@@ -83,10 +84,10 @@ class Shard:
 
     @classmethod
     def look(cls, path: Path, late_s: float = 0.0) -> Shard:
-        """Open a shard; read and check what each rollout has once.
+        """Open a shard; read and check its header, and what each rollout has once.
 
         Args:
-            late_s: how long to wait for a file that is not there.
+            late_s: how many seconds to wait for a file that is not there.
 
         Raises:
             StoreError: naming the file, and what is wrong with it.
@@ -105,7 +106,7 @@ class Shard:
         return shard
 
     def __reduce__(self) -> Any:
-        """Another process gets no open file: it opens the file itself, and checks the identity."""
+        """The arguments of `Shard` are sent; the other process opens the file itself."""
         return Shard, (self.path, self.identity, self.info, self.recorded_rows, self.tensors)
 
     def _check_counts(self) -> None:
@@ -134,7 +135,7 @@ class Shard:
             and np.isfinite(tensors["reward"]).all()
             and not np.isinf(tensors["advantage"]).any()
         ):
-            return  # all is right; the loop below only finds which rollout is wrong
+            return  # nothing is wrong; the loop below finds the rollout with a wrong value
         columns = ("reward", "policy_version", "group", "sample", "prompt_digest", "advantage")
         values = zip(*(tensors[name].tolist() for name in columns), strict=True)
         for rollout, (reward, version, group, sample, digest, advantage) in enumerate(values):
@@ -156,7 +157,7 @@ class Shard:
         """The file, which stays open from now on.
 
         Raises:
-            StoreError: the file cannot be opened, or is another one than `Shard.look` has read.
+            StoreError: the file cannot be opened, or is not the file that `Shard.look` has read.
         """
         return self._open()[0]
 
@@ -170,8 +171,9 @@ class Shard:
         return self._open()[1]
 
     def _open(self) -> tuple[HeldFile, Header]:
-        # No lock: two threads that are here at once both open the file, and one of the two files is
-        # closed again. With a lock, a process that is forked while another thread holds it hangs.
+        # There is no lock. If two threads are here at once, both open the file, and one of the two
+        # files is closed again. With a lock, a process would hang that is forked while another
+        # thread holds the lock.
         if self._opened is None:
             file = HeldFile(self.path, LATE_S)
             try:
@@ -236,11 +238,11 @@ class Shard:
         return locate(self.row_start_M, row)
 
     def turns(self, rollout: int) -> np.ndarray:
-        """First token and end of each of a rollout's turns, int32 `[turns, 2]`."""
+        """First token and end of each turn of a rollout, int32 `[U, 2]`."""
         return self._pairs("turns", rollout)
 
     def versions_C2(self, rollout: int) -> np.ndarray | None:
-        """First token and policy version of each span, int64; None if one policy sampled all."""
+        """First token and version of each version span, int64; None if one policy sampled all."""
         spans_C2 = self._pairs("versions", rollout)
         return spans_C2 if len(spans_C2) else None
 
@@ -276,7 +278,10 @@ class Shard:
     # damaged, or was changed since the file was opened.
 
     def read_tensor(self, name: str) -> np.ndarray:
-        """A whole tensor, compared with its checksum; for PER_TOKEN the error names the rollout."""
+        """A whole tensor, compared with its checksum.
+
+        If a tensor with a value for each token is damaged, the error names the rollout.
+        """
         tensor, fits = read_tensor(self.file, self.header, name)
         if not fits:
             if name in PER_TOKEN:
@@ -315,14 +320,14 @@ class Shard:
         """The parts that hold these rows, and the place of each row in these parts.
 
         Each part has 64 places. Example: the rows 70 3 130 70 of the first rollout are in the parts
-        0 1 2, and have the places 70 3 130 70; without row 3, the parts are 1 2, and the places
+        0 1 2, at the places 70 3 130 70. The rows 70 130 70 are in the parts 1 2, at the places
         6 66 6.
 
         Args:
             rows_T: rows of this shard, int64, in any order.
 
         Returns:
-            the parts, ascending, int64 `[P]`, and the places, int64 `[T]`.
+            The parts, ascending, int64 `[P]`, and the places, int64 `[T]`.
         """
         rollout_T = self.row_start_M.searchsorted(rows_T, side="right") - 1
         row_T = rows_T - self.row_start_M[rollout_T]
@@ -392,9 +397,9 @@ class Shard:
 
 
 def newest_versions(tensors: Mapping[str, np.ndarray]) -> np.ndarray:
-    """The newest policy version of each rollout, that of its last span: int64 `[M]`.
+    """The newest policy version that sampled tokens of each rollout, int64 `[M]`.
 
-    The newest version of a rollout that one policy sampled is the rollout's `policy_version`.
+    This is the version of the last version span; without spans it is `policy_version`.
     """
     newest_M, counts_M = tensors["policy_version"].copy(), tensors["num_versions"]
     has_M = counts_M > 0

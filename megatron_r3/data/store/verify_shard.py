@@ -1,4 +1,4 @@
-"""Checks that values can be trained on: all values of a shard, or those that were just read.
+"""Checks whether values can be trained on: all values of a shard, or values that were just read.
 
 Shape suffixes (docs/glossary.md): C, K, L, M, T.
 """
@@ -27,13 +27,13 @@ _READ_BYTES = 1 << 22  # of routes that a verification reads at once, but at lea
 
 @dataclass(frozen=True)
 class ReadChecks:
-    """Checks of values as they are read from a shard that was not verified before.
+    """Checks of values that are read from a shard.
 
-    Checksums tell that the bytes are those that were written. These checks tell that the values can
-    be trained on; `verify_shard` makes them for a whole shard.
+    Checksums show that bytes were not changed since they were written. These checks show that the
+    values can be trained on. `verify_shard` makes them for a whole shard.
 
     Attributes:
-        vocab_size: that of the trainer; 0 if it is not known.
+        vocab_size: how many token ids the trainer has; 0 if that is not known.
         refuses_missing: whether a row without routes is refused.
     """
 
@@ -46,7 +46,8 @@ class ReadChecks:
         """Refuse rollouts with values that no rollout has, or that the trainer cannot take.
 
         Args:
-            per_token: the tensors PER_TOKEN of these rollouts, which follow each other.
+            rollouts: consecutive rollouts of the shard.
+            per_token: the tensors PER_TOKEN of these rollouts, joined.
 
         Raises:
             StoreError: naming the file, the rollout and the token.
@@ -99,7 +100,9 @@ class ReadChecks:
 
         Args:
             rows_T: which rows of the shard were read.
-            layers: which layers.
+            layers: which layers were read, as indices into `info.moe_layers`.
+            ids_LTK: the ids that were read.
+            recorded_T: bool; a row that is False is not checked.
 
         Raises:
             StoreError: naming the file, the rollout, the layer and the token.
@@ -127,8 +130,8 @@ def verify_shard(
 
     Args:
         checks: what the trainer cannot take.
-        thorough: whether to compare also the sums of parts of rollouts, as training does when it
-            reads; that costs more than the checksum of a whole tensor.
+        thorough: whether to compare the sums of parts too, as training does when it reads. That
+            takes longer than to compare the checksums of whole tensors.
 
     Raises:
         StoreError: naming the file, and for a wrong value or id the rollout, layer and token.
@@ -166,7 +169,7 @@ def _verify_routes(
             checks.check_routes(shard, range(shard.num_rows), these, ids_LTK, recorded_T)
         except StoreError as error:
             wrong_id = wrong_id or error
-    # damaged bytes make wrong ids too: an id is blamed only when all bytes are as stored
+    # damaged bytes make wrong ids too, so an error about an id is raised only if the checksum fits
     if crc32 != shard.header.crc32["routes"]:
         for these in some:  # the sums of parts tell where the damage is
             shard.sums.compare_whole("routes", shard.read_layers(these), route_sums, these.start)

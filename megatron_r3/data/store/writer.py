@@ -1,9 +1,10 @@
-"""Write a shard: its tensors piece by piece, then its header, then its name.
+"""Writes a shard: its tensors piece by piece, then its header, then its name.
 
-Routes are gigabytes. So they are written from where they lie, layer by layer, and are never joined
-in memory, which the safetensors library's own writer would need. The header holds checksums of all
-that was written; therefore it comes last, into a space that was kept free for it. A shard gets its
-name when all its bytes are on disk, so readers see it whole or not at all. No shard is overwritten.
+Routes may be gigabytes. So they are written from the rollouts' own arrays, layer by layer. The
+writer of the safetensors library would need all of them joined in memory. The header has checksums
+of all that was written. So it is written last, into a space that was kept free for it. A shard gets
+its name when all its bytes are on disk. So readers see the whole shard or no shard, and no shard is
+overwritten.
 
 Shape suffixes (docs/glossary.md): C, K, L, M, N, T, U, V.
 """
@@ -53,9 +54,9 @@ def write_shard(directory: Path, info: StoreInfo, rollouts: Sequence[Rollout]) -
         The new file, `shard-NNNNN.safetensors`.
 
     Raises:
-        StoreError: a rollout has shapes that do not belong together or do not fit `info`, or values
-            that no rollout has; two of these rollouts have one name; the directory lacks a shard;
-            or its file system has no link().
+        StoreError: `info` is impossible, or a rollout does not fit it; a rollout has impossible
+            values; two of these rollouts have one name; the directory lacks a shard; or the shard
+            cannot be written there.
     """
     info.check(str(directory))
     _check_rollouts(str(directory), info, rollouts)
@@ -117,8 +118,9 @@ def _link_next(
 ) -> Path:
     """Give the file the next free shard number.
 
-    The header says the number too. Example: two writers find three shards, and each writes a header
-    for number 3. The first one to link gets 3; the second writer puts 4 into its header and links.
+    The header has the number too. Example: two writers find three shards, and each writes a header
+    with the number 3. The first writer that links gets the name of shard 3. The second writer then
+    puts 4 into its header, and links again.
     """
     while True:
         written.write_header(metadata(written.crc32, number))
@@ -132,7 +134,7 @@ def _link_next(
 def _metadata(
     info: StoreInfo, recorded_rows: int, crc32: Mapping[str, int], number: int
 ) -> dict[str, str]:
-    """The two texts of the header: what the shard says of itself, and the checksum of that."""
+    """The two texts of the header: the shard's description, and the checksum of this text."""
     body = json.dumps(
         {
             "format": FORMAT,
@@ -155,7 +157,7 @@ def _tensors(rollouts: Sequence[Rollout], crc32: Mapping[str, int]) -> dict[str,
     checksums of all other tensors (`mask_of`).
 
     Args:
-        crc32: by name, of each tensor; the caller fills it in while the tensors are written.
+        crc32: by name, the CRC-32 of each tensor; the caller adds them while it writes.
     """
     routes = rollouts[0].routes
     kept = [r.kept or KeptSets.none(len(r.tokens_N)) for r in rollouts]
@@ -185,7 +187,7 @@ def _tensors(rollouts: Sequence[Rollout], crc32: Mapping[str, int]) -> dict[str,
 
 
 def _per_rollout(rollouts: Sequence[Rollout], kept: Sequence[KeptSets]) -> dict[str, np.ndarray]:
-    """The tensors that have a number for each rollout, and those of its turns and versions."""
+    """The tensors that have a number or pairs for each rollout (turns and version spans)."""
     no_spans_C2 = np.zeros((0, 2), np.int64)
     spans = [no_spans_C2 if r.versions_C2 is None else r.versions_C2 for r in rollouts]
     given = [np.nan if r.advantage is None else r.advantage for r in rollouts]
@@ -206,7 +208,7 @@ def _per_rollout(rollouts: Sequence[Rollout], kept: Sequence[KeptSets]) -> dict[
 
 
 def _masked(sums: np.ndarray, crc32: Mapping[str, int]) -> Iterator[list[np.ndarray]]:
-    """A table of part sums as it is stored. `crc32` must have all other tensors by then."""
+    """A table of part sums, XORed with the mask; `crc32` must have all other tensors by then."""
     yield [sums ^ np.uint32(mask_of(crc32))]
 
 
@@ -215,8 +217,8 @@ class Streamed:
     """A tensor that is written in pieces.
 
     Attributes:
-        parts: lists of contiguous arrays whose bytes follow each other. The arrays of one list are
-            written at once. The next list is taken only when all before it are written.
+        parts: lists of contiguous arrays, in the order of their bytes. The arrays of one list are
+            written together. The next list is taken only when the lists before it are written.
     """
 
     dtype: np.dtype
@@ -230,7 +232,7 @@ class Written:
 
     Attributes:
         entries: the type, shape and place of each tensor, as the header has them.
-        header_bytes: the space that was kept free for the header.
+        header_bytes: how many bytes were kept free for the header.
         crc32: by name, the CRC-32 of each tensor.
     """
 
@@ -263,8 +265,11 @@ def write_tensors(
 
     Args:
         file: unbuffered, empty, open for writing.
-        longest: the header's texts, each as long as it can become.
-        crc32: filled in with the CRC-32 of each tensor that is written.
+        longest: the texts of the header, each as long as it can become.
+        crc32: gets the CRC-32 of each tensor that is written, by name.
+
+    Raises:
+        OSError: the file cannot be written.
     """
     entries: dict[str, Any] = {}
     data_bytes = 0
@@ -301,8 +306,8 @@ def _write_all(file: BinaryIO, arrays: list[np.ndarray]) -> None:
         batch = pieces[start : start + _MOST_PIECES]
         missing = sum(piece.nbytes for piece in batch) - os.writev(file.fileno(), batch)
         if missing:
-            # A short write: the system takes at most 2 GiB at once, or the disk is full. Go on with
-            # the rest; on a full disk the next write raises.
+            # The system takes at most 2 GiB at once, or the disk is full. Go on with the rest; on a
+            # full disk the next write raises.
             rest = memoryview(b"".join(batch))[-missing:]
             while len(rest):
                 rest = rest[file.write(rest) :]
