@@ -132,7 +132,7 @@ class KeptSets:
         """Why the ids are impossible; None if they are possible.
 
         Args:
-            owner_V: the token whose set has the id.
+            owner_V: for each id, the token that the set belongs to.
         """
         most = min(vocab_size - 1, MOST_TOKEN_ID) if vocab_size else MOST_TOKEN_ID
         outside_V = (self.ids_V < 0) | (self.ids_V > most)

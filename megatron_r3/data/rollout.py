@@ -160,7 +160,8 @@ def wrong_values(
 ) -> str | None:
     """Why no rollout can have these values; None if a rollout can.
 
-    The arguments are fields of `Rollout` whose shapes fit each other; `sampled_N` is `response_N`.
+    The arguments are fields of `Rollout`, and their shapes fit each other; `sampled_N` is
+    `response_N`.
     """
     if wrong := wrong_token(tokens_N, vocab_size):
         return f"token {wrong[0]} {wrong[1]}"

@@ -27,7 +27,7 @@ def read_json(data: bytes | str, where: str, most_bytes: int = 1 << 26) -> Any:
         most_bytes: how long the data may be.
 
     Raises:
-        ValueError: beginning with `where`: the data is too long, too deep, or not JSON.
+        ValueError: the data is too long, too deep, or not JSON; the message begins with `where`.
     """
     if isinstance(data, str):
         data = data.encode(errors="surrogatepass")
@@ -45,9 +45,9 @@ def _depth(data: bytes) -> int:
     """An upper bound on how deep brackets are nested, which is how deep a parser would recurse.
 
     Example: of `{"a]": [[1], 2]}` the marks are `{"]"[[]]}`. An odd number of quotes stands before
-    the first `]`, so it is text. The other marks are steps +1 +1 +1 -1 -1 -1, whose highest running
-    sum is 3. Escapes are removed before that: first each `\\\\`, which is a backslash, then each
-    `\\"`, which is a quote inside of a string.
+    the first `]`, so it is text. The other marks are the steps +1 +1 +1 -1 -1 -1. Their highest
+    running sum is 3. Escapes are removed before that: first each `\\\\`, which is a backslash, then
+    each `\\"`, which is a quote inside of a string.
     """
     opened = data.count(b"[") + data.count(b"{")
     # Nearly every body returns here, even one of megabytes: base64 has no brackets.

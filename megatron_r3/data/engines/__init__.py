@@ -55,7 +55,7 @@ def decode(
 
     Raises:
         EngineError: naming `where` and, as far as the fault has them, choice, token and layer. A
-            response whose routes do not start at token 0 is refused: decode all responses of its
+            response is refused if its routes do not start at token 0: decode all responses of the
             conversation with `decode_increments`, and join them with `stitch`.
     """
     found = decode_increments(engine, response, request, shape, where, **options)

@@ -102,7 +102,7 @@ def prompt_contents(engine: str, request: Mapping[str, Any]) -> list[Any]:
     """Each prompt of a request as it was sent: token ids, a text, or the messages of a chat.
 
     Raises:
-        EngineError: the request has no prompt, or `messages` with something other than text.
+        EngineError: the request has no prompt, or its `messages` are not a chat of texts alone.
     """
     names = _PROMPTS[engine]
     if "messages" in request:
@@ -225,7 +225,7 @@ def sampled_logprobs(
     The forms are `{"token_logprobs": [-0.5], "tokens": ["token_id:9"]}` (completions) and
     `{"content": [{"logprob": -0.5, "token": "token_id:9"}]}` (chat). Where the log-probs name their
     tokens by id (vLLM: /inference/v1/generate always, other endpoints with
-    `return_tokens_as_token_ids`), the ids must be those of the response. Names that are texts are
+    `return_tokens_as_token_ids`), the ids must be the ids of the response. Names that are texts are
     not compared, because several tokens can have the same text.
 
     Args:
@@ -235,7 +235,7 @@ def sampled_logprobs(
         prompt_length: the index of the first sampled token in the sequence, for errors.
 
     Raises:
-        EngineError: a log-prob is missing, is no number, or is the one of another token.
+        EngineError: a log-prob is missing, is no number, or belongs to another token.
     """
     values, names = None, None
     if isinstance(logprobs, Mapping):
@@ -262,7 +262,7 @@ def _refuse_other_names(names: Any, response_G: np.ndarray, prompt_length: int) 
     for index, (token, named) in enumerate(zip(response_G.tolist(), ids, strict=False)):
         if named is not None and int(named[1]) != token:
             raise EngineError(
-                f"the log-prob of token {prompt_length + index} is that of id {named[1]}; the "
+                f"the log-prob of token {prompt_length + index} belongs to id {named[1]}; the "
                 f"response has id {token} there"
             )
     if any(ids) and len(ids) != len(response_G):

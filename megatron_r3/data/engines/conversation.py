@@ -112,8 +112,8 @@ def read_choices(
     """The increment of each choice of a response; an error names the choice.
 
     Args:
-        choices: all choices of one response: first those of its first prompt, then those of its
-            second prompt, and so on.
+        choices: all choices of one response: first all choices of the first prompt, then all
+            choices of the second prompt, and so on.
         where: the name of the request in errors.
         count: how many choices a prompt has.
         read: makes an increment from a choice and the index of the choice's prompt.
@@ -140,7 +140,7 @@ def stitch(increments: Sequence[Increment], where: str, *, holes: str = "refuse"
     experts.
 
     Args:
-        increments: those of one conversation, in any order.
+        increments: the increments of one conversation, in any order.
         where: the name of the conversation in errors.
         holes: what happens if a row is in no response: "refuse" is an error, and "missing" makes it
             a missing row.
@@ -249,9 +249,9 @@ def _refuse_other_rows(increment: Increment, known_LTK: np.ndarray, again_T: np.
         layer, row = (int(i) for i in np.argwhere(differs_LT)[0])
         token = increment.start + int(np.flatnonzero(again_T)[row])
         raise EngineError(
-            f"the row of token {token} arrived before and differs at MoE layer {layer}: "
-            f"{before[layer, row].tolist()}, now {now[layer, row].tolist()} "
-            f"({int(differs_LT.any(0).sum())} such rows)"
+            f"the row of token {token} arrived twice, with other experts at MoE layer {layer}: "
+            f"first {before[layer, row].tolist()}, now {now[layer, row].tolist()} (rows that "
+            f"differ: {int(differs_LT.any(0).sum())})"
         )
 
 
@@ -310,7 +310,7 @@ def _joined_kept(ordered: Sequence[Increment], source_N: np.ndarray) -> KeptSets
 
 
 def _joined_versions(ordered: Sequence[Increment], source_N: np.ndarray) -> np.ndarray | None:
-    """First token and version of each span, int64 `[C, 2]`.
+    """First token and version of each version span, int64 `[C, 2]`.
 
     None if one version sampled all tokens, or if the version of a token is unknown.
     """

@@ -127,8 +127,8 @@ def _increment(
 def policy_versions(epochs: Any, prompt_length: int, num_sampled: int) -> np.ndarray | None:
     """The version of the weights that sampled each token, int64 `[G]`.
 
-    Example: `[[0, 3], [6, 4]]` after a prompt of 5 tokens. The first forward pass of version 4 is
-    that of token 6, so version 3 sampled the tokens 5 and 6, and version 4 sampled token 7.
+    Example: `[[0, 3], [6, 4]]` after a prompt of 5 tokens. The first forward pass of version 4 had
+    token 6 as its input. So version 3 sampled the tokens 5 and 6, and version 4 sampled token 7.
 
     Args:
         epochs: the response's `policy_epoch`, pairs of first token and version, ascending; None if
@@ -190,7 +190,10 @@ def routes_array(value: Any, name: str) -> np.ndarray:
     kind, content = value
     keys = set(content) if isinstance(content, Mapping) else set()
     if kind != "ndarray" or not {"data", "dtype"} <= keys <= {"data", "dtype", "shape"}:
-        raise EngineError(f"{name}: expected [ndarray, {{data, dtype}}]; got {quoted(kind, 20)}")
+        raise EngineError(
+            f"{name}: expected [ndarray, {{data, dtype}}], with or without a shape; got "
+            f"{quoted(kind, 20)} with the keys {quoted(list(keys))}"
+        )
     dtype = content["dtype"]
     if dtype not in _DTYPES:
         raise EngineError(

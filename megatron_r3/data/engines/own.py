@@ -28,7 +28,7 @@ from megatron_r3.data.engines.shape import EngineError, ModelShape, naming
 #   response  {"token_ids": [7, 3], "logprobs": [-0.5, -1.2],
 #              "routes": [[[0, 3], [1, 2]], [[2, 0], [3, 1]], [[1, 3], [0, 2]]]}
 #
-# The three rows are those of the tokens 5, 9 and 7.
+# The three rows belong to the tokens 5, 9 and 7.
 
 
 def decode_increments(

@@ -1,8 +1,4 @@
-"""What a response holds beside tokens and routes.
-
-This is its text, its finish reason, the name of the model, the versions of the weights, and the
-kept sets from which its tokens were drawn.
-"""
+"""Reads from a response: text, finish reason, model, versions of the weights, and kept sets."""
 
 from __future__ import annotations
 

@@ -211,7 +211,7 @@ def _one_of(config: Mapping[str, Any], names: Sequence[str], what: str) -> int:
             f"{quoted(config.get('model_type'))}"
         )
     if len(set(given.values())) > 1:
-        raise EngineError(f"the {what} is given twice: {given}")
+        raise EngineError(f"the {what} is given with different values: {given}")
     return next(iter(given.values()))
 
 
@@ -222,7 +222,7 @@ def _vocab_size(config: Mapping[str, Any]) -> int | None:
 
 
 def _refuse_other_routers(config: Mapping[str, Any]) -> None:
-    """Refuse a model whose config can be read, but whose routes cannot be replayed."""
+    """Refuse a model with routes that cannot be replayed, though its config can be read."""
     model_type = config.get("model_type")
     if model_type in _SEVERAL_ROUTERS:
         raise EngineError(

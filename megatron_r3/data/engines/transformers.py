@@ -70,8 +70,8 @@ def capture_routes(model: nn.Module) -> Iterator[CapturedRoutes]:
     """Record the ids that the model's routers choose while the block runs.
 
     Raises:
-        EngineError: the model has no router whose class is called `...TopKRouter`, or has two of
-            them in one layer.
+        EngineError: the model has no router (a module of a class `...TopKRouter`), or has two
+            routers in one layer.
     """
     routers = routers_of(model)
     captured = CapturedRoutes(tuple(routers))

@@ -193,7 +193,7 @@ def open_stores(
 
 
 class FollowedStore(RolloutStore):
-    """A store whose directory grows; it may still be empty or missing when it is opened.
+    """A store that grows; its directory may still be empty or missing when the store is opened.
 
     `shards` has the shards that are known so far. `refresh` looks for more shards. `shards_of`, and
     what calls it, also do that if a row id lies behind the known shards.

@@ -193,7 +193,8 @@ def _read_entry(name: str, value: Any, data: int, where: str) -> Entry:
         pass
     raise _not_whole(
         where,
-        f"tensor {quoted(name)}: {quoted(value)} is not a dtype, shape and place that agree",
+        f"tensor {quoted(name)}: {quoted(value)} has a dtype, shape and place that contradict"
+        " each other",
     )
 
 
@@ -300,7 +301,7 @@ def _check_names(entries: Mapping[str, Entry], crc32: Mapping[str, int], where: 
 
 
 def _check_shapes(entries: Mapping[str, Entry], info: StoreInfo, where: str) -> None:
-    """Refuse tensors whose types or shapes do not fit each other.
+    """Refuse tensors with types or shapes that do not fit each other.
 
     M rollouts with N tokens together have N - M rows, because the last token of each rollout has no
     row. So the shapes of `num_tokens`, `tokens` and the sums determine all other shapes, except how

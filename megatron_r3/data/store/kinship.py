@@ -69,7 +69,7 @@ class Kinship:
                 if same_policy == shard.info:
                     cure += (
                         "; to train on rollouts of several policies, give --rollouts-policy any, "
-                        "or --rollouts-follow for the store of a loop whose policies come in order"
+                        "or --rollouts-follow if the policies of the store come in order"
                     )
             different = [] if expected == shard.info else differences(expected, shard.info)
             if different:
@@ -104,7 +104,7 @@ class Versions:
         self._right: set[tuple[Policy, int]] = set()
 
     def check(self, shard: Shard) -> None:
-        """Refuse a shard whose weights have another version in an earlier shard.
+        """Refuse a shard if its weights have another version in an earlier shard.
 
         A shard with several versions is not compared: the engine got new weights while it sampled,
         and the shard's stamp belongs to only one of the versions.
@@ -114,7 +114,7 @@ class Versions:
         """
         info, version_M = shard.info, shard.tensors["policy_version"]
         version, newest = int(version_M.min()), int(shard.newest_version_M.max())
-        # router digests alone prove nothing: those of frozen routers stay the same
+        # router digests alone prove nothing: frozen routers keep their digests
         if version != newest or not info.policy_stamp:
             return
         before, path = self._first.setdefault(info.policy, (version, shard.path))
@@ -172,7 +172,7 @@ class Names:
 
 
 def refuse_namesakes(shards: Sequence[Shard]) -> None:
-    """Refuse the first rollout whose name an earlier rollout of its directory has.
+    """Refuse the first rollout that has the name of an earlier rollout of its directory.
 
     Raises:
         StoreError: naming both rollouts.

@@ -55,7 +55,9 @@ def locate(start_M: np.ndarray, place: int) -> tuple[int, int]:
 
 
 def runs(numbers: np.ndarray) -> Iterable[tuple[int, int]]:
-    """Where each run of numbers that rise by 1 begins and ends. Example: 4 5 6 9 has 0-3 and 3-4.
+    """First index and end of each run of consecutive numbers.
+
+    Example: the numbers 4 5 6 9 have the runs (0, 3) and (3, 4).
 
     Args:
         numbers: int64, at least one.

@@ -52,7 +52,7 @@ class RolloutStore:
         several = len(directories) > 1
         if several and len({folder.resolve() for folder in self.directories}) < len(directories):
             raise StoreError(
-                f"{' '.join(map(str, directories))}: a store is named twice: name it once"
+                f"{' '.join(map(str, directories))}: one store is named twice: name it once"
             )
         opened: list[Shard] = []
         kinship = Kinship(mixed_policies)
@@ -279,7 +279,9 @@ class RolloutStore:
     def routes(
         self, rows_T: np.ndarray, layers: Sequence[int], into_LTK: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Routes by row id, for some MoE layers: only these rows and layers are read.
+        """Routes by row id, for some MoE layers.
+
+        Of each layer only the parts of 64 tokens that have these rows are read.
 
         Args:
             rows_T: int64; -1 (padding) gives zeros and counts as not recorded.

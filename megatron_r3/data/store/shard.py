@@ -54,7 +54,7 @@ LATE_S = 60.0
 
 
 class Shard:
-    """A shard whose header was read and checked, by this process (`Shard.look`) or by its sender.
+    """A shard with a header that was read and checked, by this process (`Shard.look`) or another.
 
     All reads are from the file that was opened, even if another file has the name by then.
 

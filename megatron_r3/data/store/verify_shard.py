@@ -65,7 +65,11 @@ class ReadChecks:
                 raise StoreError(f"{shard.path}: rollout {rollout}: {wrong}")
 
     def _wrong(self, shard: Shard, rollout: int, own: Mapping[str, np.ndarray]) -> str | None:
-        """Why a rollout is refused; None if it is not. `own` has the rollout's PER_TOKEN."""
+        """Why a rollout is refused; None if it is not.
+
+        Args:
+            own: the part of each PER_TOKEN tensor that belongs to the rollout.
+        """
         for name in ("response", "recorded"):
             if (own[name] > 1).any():
                 return f"{name} must be 0 or 1"
@@ -96,7 +100,7 @@ class ReadChecks:
         ids_LTK: np.ndarray,
         recorded_T: np.ndarray,
     ) -> None:
-        """Refuse rows whose ids are not distinct experts of the model.
+        """Refuse rows with ids that are not distinct experts of the model.
 
         Args:
             rows_T: which rows of the shard were read.

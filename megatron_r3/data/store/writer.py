@@ -228,7 +228,7 @@ class Streamed:
 
 @dataclass(frozen=True)
 class Written:
-    """A safetensors file whose tensors are written, while its header can still change.
+    """A safetensors file in which all tensors are written, and the header can still change.
 
     Attributes:
         entries: the type, shape and place of each tensor, as the header has them.

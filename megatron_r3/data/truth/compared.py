@@ -46,8 +46,9 @@ class Compared:
         for live_LTK in (self.live_LTK, self.before_LTK):
             if live_LTK is not None and live_LTK.shape != wanted:
                 raise ValueError(
-                    f"{self.name}: live routes {live_LTK.shape}, recorded ones {wanted} (layers, "
-                    "tokens, top-k): both must be of the same tokens and MoE layers"
+                    f"{self.name}: live routes have the shape {live_LTK.shape}, and recorded "
+                    f"routes have {wanted} (layers, tokens, top-k): both must belong to the same "
+                    "tokens and MoE layers"
                 )
 
     @property

@@ -77,7 +77,7 @@ def examine(
 def _causes(
     compared: Sequence[Compared], marks: list[np.ndarray]
 ) -> tuple[list[Alarm], list[np.ndarray]]:
-    """The alarms of `CAUSES`, and the rows to leave out: `marks`, and those that causes explain."""
+    """The alarms of `CAUSES`, and `marks` with the rows that these alarms explain added."""
     alarms = []
     for cause in CAUSES:
         left = [_without(one, out_T) for one, out_T in zip(compared, marks, strict=True)]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 # Without a fault, pushes and collections of a model in bfloat16 reach up to twice their median.
 FACTOR = 3.0
 # Shares of a MoE layer's routes. With a right engine in bfloat16, up to 0.2 of the routes differ
-# from those of transformers (docs/truth.md); with a wrong rotary kernel 0.88 to 0.97 differ.
+# from the choice of transformers (docs/truth.md); with a wrong rotary kernel 0.88 to 0.97 differ.
 MOST_ROUTES, ROOM_ROUTES = 0.5, 0.05
 
 

@@ -43,7 +43,7 @@ def turn_name(number: int) -> str:
 
 @dataclass(frozen=True)
 class Tables:
-    """Router mismatch: shares of (row, layer) pairs whose recorded and live experts differ.
+    """Router mismatch: shares of (row, layer) pairs in which recorded and live experts differ.
 
     Attributes:
         layers: by the number of the layer, as the caller counts it.

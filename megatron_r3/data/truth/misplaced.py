@@ -79,7 +79,7 @@ def _best_shift(compared: Sequence[Compared], here: Sequence[np.ndarray]) -> str
             best = agree
             tokens = f"{abs(shift)} token{'s' if abs(shift) > 1 else ''}"
             words = (
-                f"each row is that of another token, {tokens} "
+                f"each row has the routes of another token, {tokens} "
                 f"{'later' if shift > 0 else 'earlier'}: {percent(agree)} of the pairs agree so, "
                 f"and {percent(without)} agree without a shift"
             )
@@ -89,8 +89,8 @@ def _best_shift(compared: Sequence[Compared], here: Sequence[np.ndarray]) -> str
 def older_weights(compared: Sequence[Compared]) -> Finding | None:
     """The finding that weights from before the last update chose rows; else None.
 
-    The rows are those of prompts, all others, or both. `Compared.before_LTK` has the choice of
-    these weights.
+    These rows are the rows of prompts, all other rows, or both. `Compared.before_LTK` has the
+    choice of these weights.
     """
     if any(one.before_LTK is None for one in compared):
         return None

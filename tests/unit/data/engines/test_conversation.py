@@ -129,7 +129,7 @@ def test_a_retry_that_differs_is_refused():
     other[1, 11] = (IDS[1, 11] + 1) % 16
     turns = [turn(5, 9), turn(13, 20, 8), turn(13, 20, 8, "retry", other)]
     with pytest.raises(
-        EngineError, match=r"retry: the row of token 11 .* at MoE layer 1: .*1 such"
+        EngineError, match=r"retry: the row of token 11 .* at MoE layer 1: .*differ: 1"
     ):
         stitch(turns, "here")
     for token in (15, 4):

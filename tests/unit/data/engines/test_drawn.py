@@ -269,7 +269,7 @@ def test_a_real_response_with_masks_and_two_versions():
 def test_log_probs_that_name_another_id_are_refused():
     body, request = vllm_generate()
     body["choices"][0]["logprobs"]["content"][2]["token_id"] = 5
-    with pytest.raises(EngineError, match="the log-prob of token 8 is that of id 5; the response"):
+    with pytest.raises(EngineError, match="the log-prob of token 8 belongs to id 5; the response"):
         decode("vllm", body, request, SHAPE, "request")
 
 

@@ -99,7 +99,7 @@ def test_both_names_of_the_number_of_experts():
     config = dict(QWEN3)
     config["num_local_experts"] = config.pop("num_experts")
     assert ModelShape.from_hf_config(config).num_experts == 16
-    with pytest.raises(EngineError, match="given twice"):
+    with pytest.raises(EngineError, match="given with different values"):
         ModelShape.from_hf_config({**config, "num_experts": 8})
 
 
@@ -128,7 +128,7 @@ WRONG_FREQUENCIES = ([0, 1, 0, 1, 1, "0"], [0, 1, 0, 1, 1, 2], [[1]] * 6, "1", -
         (WRAPPED, {"text_config": [QWEN3]}, "model type 'qwen3_vl_moe' is unknown"),
         (QWEN3, {"num_experts": None}, "number of experts is missing"),
         (QWEN3, {"num_experts_per_tok": None}, "number of experts for a token is missing"),
-        (QWEN3, {"moe_k": 2}, "number of experts for a token is given twice"),
+        (QWEN3, {"moe_k": 2}, "number of experts for a token is given with different values"),
         (QWEN3, {"model_type": "afmoe"}, "`num_dense_layers` is missing"),
         (
             QWEN3,

@@ -129,7 +129,7 @@ def named(names: list[Any], chat: bool = False) -> tuple[Any, dict[str, Any]]:
 
 
 RIGHT = [f"token_id:{token}" for token in [*made.RESPONSE, 25]]
-OTHER = "the log-prob of token {} is that of id {}; the response has id {} there"
+OTHER = "the log-prob of token {} belongs to id {}; the response has id {} there"
 
 
 @pytest.mark.parametrize("chat", [False, True])

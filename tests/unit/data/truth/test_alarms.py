@@ -149,7 +149,7 @@ def late(tokens: int) -> Change:
 
 
 OTHER = "the engine computes another model"
-IN_ALL = "in all parts each row is that of another token, "
+IN_ALL = "in all parts each row has the routes of another token, "
 # by name: the change, n (each n-th rollout is changed), the alarm's cause, words of the evidence
 FAULTS: dict[str, tuple[Change, int, str, str]] = {
     "zeros": (np.zeros_like, 5, "zeros", "the first is token 0 of rollout 0: [0, 0, 0, 0] in its"),
@@ -203,8 +203,8 @@ def test_rows_that_are_lost_at_the_border_of_a_turn(rig: Rig) -> None:
 
     evidence = the_alarm([lost(one) for one in rig.healthy], "shifted rows")
     assert evidence.startswith(
-        "from the text before turn 2 on (the prompts, turn 1 fit) each row is that of another "
-        "token, 1 token later: "
+        "from the text before turn 2 on (the prompts, turn 1 fit) each row has the routes of "
+        "another token, 1 token later: "
     )
 
 
@@ -304,7 +304,7 @@ def test_missing_rows_are_not_compared(rig: Rig) -> None:
 
 def test_other_routes_than_those_of_the_rollout_are_refused(rig: Rig) -> None:
     one = rig.healthy[0]
-    with pytest.raises(ValueError, match=r"rollout 0: live routes \(4, 5, 4\), recorded ones"):
+    with pytest.raises(ValueError, match=r"rollout 0: live routes have the shape \(4, 5, 4\), and"):
         replace(one, live_LTK=one.live_LTK[:, :5])
     with pytest.raises(ValueError, match="no rollouts"):
         examine([], range(LAYERS))
