@@ -373,7 +373,7 @@ def _npy_array(raw: bytes, name: str) -> np.ndarray:
     # have 0 elements
     expected, got = math.prod(shape) * dtype.itemsize, len(raw) - header.end()
     if expected != got:
-        raise EngineError(f"{broken} ({got} bytes for {shape} of {dtype})")
+        raise EngineError(f"{broken} ({got} bytes; its header says {shape} of {dtype})")
     flat = np.frombuffer(raw, dtype, offset=header.end()) if got else np.empty(0, dtype)
     return _shaped(flat, shape, "F" if header["fortran"] == b"True" else "C", name)
 

@@ -129,8 +129,8 @@ def kept_sets(lists: Any, name: str, prompt_length: int, num_sampled: int) -> Ke
 def version_spans(spans: Any, num_sampled: int) -> np.ndarray | None:
     """The version of the weights that sampled each token: an int64 for each sampled token.
 
-    Example: `[{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 3}]` is
-    3 3 4.
+    Example: `[{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 3}]`
+    gives 3 3 4.
 
     Args:
         spans: `weight_versions` of vLLM (0.32) and SGLang (0.5.23); start and end count sampled

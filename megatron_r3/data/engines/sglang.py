@@ -123,7 +123,7 @@ def _items(response: Any, request: Mapping[str, Any], expected: int) -> list[dic
         raise EngineError(f"{count} samples; the request asks for {expected}")
     for item in response:
         if not isinstance(item, Mapping) or not isinstance(item.get("meta_info"), Mapping):
-            raise EngineError("a sample of /generate must have a meta_info")
+            raise EngineError("a sample of /generate must have an object `meta_info`")
     return [
         {
             "token_ids": item.get("output_ids"),

@@ -291,7 +291,7 @@ def _every(config: Mapping[str, Any], num_layers: int) -> Iterable[int]:
 def _by_step(
     config: Mapping[str, Any], num_layers: int, dense: Sequence[int] = ()
 ) -> Iterable[int]:
-    """Qwen: every `decoder_sparse_step`-th layer, except those in `mlp_only_layers`.
+    """Qwen: every `decoder_sparse_step`-th layer, but not the layers in `mlp_only_layers`.
 
     Example: with a step of 2, layers 1, 3, 5 are MoE layers, as transformers counts. Megatron's
     --moe-layer-freq 2 means layers 0, 2, 4 instead.

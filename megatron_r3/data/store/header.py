@@ -193,7 +193,7 @@ def _read_entry(name: str, value: Any, data: int, where: str) -> Entry:
         pass
     raise _not_whole(
         where,
-        f"tensor {quoted(name)}: {quoted(value)} has a dtype, shape and place that contradict"
+        f"tensor {quoted(name)}: {quoted(value)} is not a dtype, shape and place that fit"
         " each other",
     )
 

@@ -200,9 +200,9 @@ class Index(Sequence[Shard]):
         """The name of each shard's file."""
         return [shard_name(number) for number in self.table["number"].tolist()]
 
-    def identities(self, count: int | None = None) -> list[str]:
-        """The identities of the first `count` shards; None for all of them."""
-        identities: list[str] = np.char.decode(self.table["identity"][:count]).tolist()
+    def identities(self) -> list[str]:
+        """The identity of each shard."""
+        identities: list[str] = np.char.decode(self.table["identity"]).tolist()
         return identities
 
 

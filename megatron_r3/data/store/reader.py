@@ -20,6 +20,7 @@ from megatron_r3.data.store.files import SHARD_GLOB, shard_name, shards_in_order
 from megatron_r3.data.store.header import PART_TOKENS
 from megatron_r3.data.store.index import Index
 from megatron_r3.data.store.kinship import Kinship, refuse_namesakes, without_collector
+from megatron_r3.data.store.part_sums import locate
 from megatron_r3.data.store.schema import StoreError, StoreInfo
 from megatron_r3.data.store.shard import Shard
 from megatron_r3.data.store.verify_shard import ReadChecks, verify_shard
@@ -352,8 +353,6 @@ class RolloutStore:
 
     def locate(self, row: int) -> tuple[int, int]:
         """The rollout that a row id belongs to, and the token of the row in this rollout."""
-        shards = self.index
-        first_rollout, first_row = shards.first_rollout, shards.first_row
-        number = int(np.searchsorted(first_row, row, side="right")) - 1
-        index, token = shards[number].locate_row(row - int(first_row[number]))
-        return int(first_rollout[number]) + index, token
+        number, row_of_shard = locate(self.index.first_row, row)
+        index, token = self.index[number].locate_row(row_of_shard)
+        return int(self.index.first_rollout[number]) + index, token

@@ -48,7 +48,7 @@ class SamplingSettings:
         """
         for name, most in (("temperature", 1e4), ("top_p", 1.0), ("min_p", 1.0)):
             value = getattr(self, name)
-            if value is not None and not (_is_number(value) and 0 <= value <= most):
+            if value is not None and not (type(value) in (int, float) and 0 <= value <= most):
                 expected = f"a number from 0 to {most:g}"
                 raise StoreError(f"{where}: {must_be(f'sampling.{name}', expected, value)}")
         for name, least in (("top_k", 0), ("max_tokens", 1)):
@@ -194,7 +194,3 @@ def differences(there: StoreInfo, here: StoreInfo) -> list[str]:
 
 def _short(value: Any) -> str:
     return quoted(list(value) if isinstance(value, tuple) else value)
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float)

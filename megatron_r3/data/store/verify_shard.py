@@ -50,7 +50,7 @@ class ReadChecks:
             per_token: the tensors PER_TOKEN of these rollouts, joined.
 
         Raises:
-            StoreError: naming the file, the rollout and the token.
+            StoreError: naming the file and the rollout.
         """
         start_M = shard.token_start_M - shard.token_start_M[rollouts.start]
         row_start_M = shard.row_start_M - shard.row_start_M[rollouts.start]
@@ -138,7 +138,7 @@ def verify_shard(
             takes longer than to compare the checksums of whole tensors.
 
     Raises:
-        StoreError: naming the file, and for a wrong value or id the rollout, layer and token.
+        StoreError: naming the file, and the rollout if a value or an id is wrong.
     """
     for name in IN_MEMORY:  # this process has not read them if another one sent the shard
         shard.read_tensor(name)

@@ -34,14 +34,15 @@ class Alarm:
         return f"{self.cause}: {self.evidence}; {self.action}"
 
 
-Marks = list[np.ndarray]  # a bool array for each rollout: the rows that a fault explains
-
-
 class Finding(NamedTuple):
-    """A fault that was found, and the rows that it explains."""
+    """A fault that was found.
+
+    Attributes:
+        explains: for each rollout, the rows that the fault explains, bool.
+    """
 
     alarm: Alarm
-    explains: Marks
+    explains: list[np.ndarray]
 
 
 def table_alarms(

@@ -60,7 +60,6 @@ def assert_same_index(got, wanted):
         assert got.columns[name].dtype == column.dtype, name
         assert got.columns[name].tobytes() == column.tobytes(), name
     assert (got.names(), got.identities()) == (wanted.names(), wanted.identities())
-    assert got.identities(2) == wanted.identities()[:2]
     assert got.has_namesakes() == wanted.has_namesakes()
     assert np.array_equal(got.first_rollout, wanted.first_rollout)
     assert np.array_equal(got.first_row, wanted.first_row)
