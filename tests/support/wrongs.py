@@ -355,7 +355,7 @@ for message, changes in {
     "num_versions: the counts of its rollouts add up to 5": {"num_versions": [2, 2, 1]},
     "rollout 1: policy_version -3: must be a whole number": {"policy_version": [7, -3, 7]},
     "rollout 0: sample -1: must be a whole number from 0 on": {"sample": [-1, 0, 1]},
-    "rollout 1: prompt_digest must not be negative": {"prompt_digest": [0, -1, 0]},
+    "rollout 1: prompt_digest -1: must be a whole number from 0 on": {"prompt_digest": [0, -1, 0]},
 }.items():
     arrays = {name: np.array(values, np.int64) for name, values in changes.items()}
     wrong(message, tensors(**arrays))

@@ -45,7 +45,7 @@ from megatron_r3.data.store.part_sums import (
     whole_sums,
 )
 from megatron_r3.data.store.schema import StoreError, StoreInfo
-from megatron_r3.data.values import wrong_count, wrong_name, wrong_reward
+from megatron_r3.data.values import wrong_count
 from megatron_r3.replay.routes import id_dtype
 
 # How many seconds later than the first rank this machine may see a file. An NFS client caches a
@@ -130,27 +130,14 @@ class Shard:
         """Refuse impossible names, rewards and advantages."""
         tensors = self.tensors
         names = ("policy_version", "sample", "prompt_digest")
-        if (
-            min(tensors[name].min() for name in names) >= 0
-            and np.isfinite(tensors["reward"]).all()
-            and not np.isinf(tensors["advantage"]).any()
+        for name, wrong_M, rule in (
+            *((name, tensors[name] < 0, "must be a whole number from 0 on") for name in names),
+            ("reward", ~np.isfinite(tensors["reward"]), "a reward is finite"),
+            ("advantage", np.isinf(tensors["advantage"]), "must be finite, or NaN for none"),
         ):
-            return  # nothing is wrong; the loop below finds the rollout with a wrong value
-        columns = ("reward", "policy_version", "group", "sample", "prompt_digest", "advantage")
-        values = zip(*(tensors[name].tolist() for name in columns), strict=True)
-        for rollout, (reward, version, group, sample, digest, advantage) in enumerate(values):
-            where = f"{self.path}: rollout {rollout}"
-            if wrong := wrong_reward(reward):
-                raise StoreError(f"{where}: reward {reward}: {wrong}")
-            if wrong := wrong_name(version, group, sample):
-                raise StoreError(f"{where}: {wrong}")
-            if digest < 0:
-                raise StoreError(f"{where}: prompt_digest must not be negative")
-            if np.isinf(advantage):
-                raise StoreError(
-                    f"{where}: advantage {advantage}: must be finite, or NaN for a rollout that "
-                    "has none"
-                )
+            for rollout in np.flatnonzero(wrong_M)[:1].tolist():
+                value = tensors[name][rollout]
+                raise StoreError(f"{self.path}: rollout {rollout}: {name} {value}: {rule}")
 
     @property
     def file(self) -> HeldFile:
