@@ -292,21 +292,20 @@ def _turns(
 
 def _joined_kept(ordered: Sequence[Increment], source_N: np.ndarray) -> KeptSets | None:
     """Each token's kept set, from the response that sampled the token; None if there are none."""
-    parts = [increment.kept for increment in ordered]
-    used = np.unique(source_N[source_N >= 0]).tolist()
-    if all(parts[number] is None for number in used):
+    used = [ordered[number] for number in np.unique(source_N[source_N >= 0]).tolist()]
+    without = [increment for increment in used if increment.kept is None]
+    if len(without) == len(used):
         return None
-    for number in used:
-        if parts[number] is None:
-            raise EngineError(
-                f"{ordered[number].where}: no sampling mask, while other responses of its "
-                "conversation have one"
-            )
-    empty = KeptSets.none(0)
-    joined = KeptSets.joined([part or empty for part in parts])
-    sizes = [0 if part is None else len(part.sizes_N) for part in parts]
-    begin = np.cumsum([0, *sizes])[source_N]  # where the sets of each token's response begin
-    return joined.take(np.where(source_N >= 0, begin + np.arange(len(source_N)), -1))
+    if without:
+        raise EngineError(
+            f"{without[0].where}: no sampling mask, while other responses of its conversation have "
+            "one"
+        )
+    parts = [increment.kept or KeptSets.none(0) for increment in ordered]
+    # where the sets of each token's response begin in the joined sets
+    begin_N = np.cumsum([0, *(len(part.sizes_N) for part in parts)])[source_N]
+    places_N = np.where(source_N >= 0, begin_N + np.arange(len(source_N)), -1)
+    return KeptSets.joined(parts).take(places_N)
 
 
 def _joined_versions(ordered: Sequence[Increment], source_N: np.ndarray) -> np.ndarray | None:
