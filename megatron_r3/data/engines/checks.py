@@ -104,8 +104,9 @@ def checked_routes(
         start: the token of row 0.
 
     Raises:
-        EngineError: wrong rows, layers or top-k, or rows that were not captured.
-        RoutesError: wrong ids.
+        EngineError: the number of rows, layers or experts of a row is wrong, a dense layer has
+            routes, or rows were not captured.
+        RoutesError: an id is out of range, or twice in a row.
     """
     _check_rows(rows_TYK, num_tokens, shape, start)
     rows_TLK = _moe_layers(rows_TYK, shape)

@@ -53,8 +53,8 @@ def read_said(
         versions: versions of the weights that the decoder has read already (Megatron).
 
     Raises:
-        EngineError: content or finish reason is no text, a version is no short text or whole
-            number, the message is no object or has audio, or the engine aborted the choice.
+        EngineError: the message, text, finish reason or a version has a type that it must not
+            have; the message has audio; or the engine aborted the choice.
     """
     meta = choice.get("meta_info")
     meta = meta if isinstance(meta, Mapping) else {}

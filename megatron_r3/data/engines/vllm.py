@@ -137,8 +137,9 @@ def decode_routes(
         start: the token of row 0.
 
     Raises:
-        EngineError: wrong rows, layers or top-k, or rows that were not captured.
-        RoutesError: wrong ids.
+        EngineError: the number of rows, layers or experts of a row is wrong, a dense layer has
+            routes, or rows were not captured.
+        RoutesError: an id is out of range, or twice in a row.
     """
     routed = choice.get("routed_experts")
     if routed is None:
@@ -158,7 +159,7 @@ def _from_python(
             f"outputs and prompt_token_ids; got {type(response).__name__}"
         )
     if getattr(response, "finished", True) is not True:
-        raise EngineError("the request is not finished")
+        raise EngineError("the request is not finished: give its last RequestOutput")
     body = {
         "choices": [_python_choice(output) for output in outputs],
         "prompt_routed_experts": getattr(response, "prompt_routed_experts", None),

@@ -81,7 +81,7 @@ class Lookout:
 
         Raises:
             StoreError: a shard is damaged, does not belong to the others, or is refused by `check`;
-                or the directory cannot be listed, or was replaced by another.
+                or the directory cannot be listed, or was replaced by another directory.
         """
         known, there = len(self.shards), {*listed_shards(self.directory, self._taken)}
         if known in there:

@@ -33,7 +33,7 @@ def check_links(directory: Path) -> None:
     second = f"{temporary.removesuffix('.tmp')}-linked.tmp"
     try:
         with open(descriptor, "wb") as file:
-            give_name(file, temporary, Path(second))
+            _link(file, temporary, Path(second))
     finally:
         for path in (temporary, second):
             with suppress(FileNotFoundError):
@@ -41,10 +41,7 @@ def check_links(directory: Path) -> None:
 
 
 def give_name(file: BinaryIO, temporary: str, path: Path) -> bool:
-    """Give a finished file its second name; False if another file has that name.
-
-    NFS may lose the answer of a link() that succeeded: the client asks again, and hears that the
-    name is taken. Then this file itself has the name, and the result is True.
+    """Give a finished file its second name, also on disk; False if another file has that name.
 
     Args:
         file: the finished file, still open.
@@ -54,6 +51,18 @@ def give_name(file: BinaryIO, temporary: str, path: Path) -> bool:
     Raises:
         StoreError: the file system cannot link().
         OSError: the file cannot be linked for another reason, or the directory cannot be synced.
+    """
+    is_named = _link(file, temporary, path)
+    if is_named:
+        _sync_directory(path.parent)
+    return is_named
+
+
+def _link(file: BinaryIO, temporary: str, path: Path) -> bool:
+    """Give an open file its second name; False if another file has that name.
+
+    NFS may lose the answer of a link() that succeeded: the client asks again, and hears that the
+    name is taken. Then this file itself has the name, and the result is True.
     """
     try:
         os.link(temporary, path)  # unlike rename, link refuses to overwrite
@@ -69,7 +78,6 @@ def give_name(file: BinaryIO, temporary: str, path: Path) -> bool:
             "replacing another: write to a local disk or another file system, and copy the "
             "finished shards"
         ) from error
-    _sync_directory(path.parent)
     return True
 
 

@@ -105,7 +105,7 @@ class RolloutStore:
         return self.index.infos[0]
 
     def refresh(self) -> None:
-        """Look for new shards: only a store that grows does that."""
+        """Do nothing; a store that grows looks for new shards here (`FollowedStore`)."""
 
     def wait_for(self, rollout: int) -> None:
         """Refuse a rollout that the store does not have; only a store that grows waits for it.

@@ -159,8 +159,8 @@ class Shard:
 
     def _open(self) -> tuple[HeldFile, Header]:
         # There is no lock. If two threads are here at once, both open the file, and one of the two
-        # files is closed again. With a lock, a process would hang that is forked while another
-        # thread holds the lock.
+        # files is closed again. With a lock, a process that is forked while another thread holds
+        # the lock would hang.
         if self._opened is None:
             file = HeldFile(self.path, LATE_S)
             try:
