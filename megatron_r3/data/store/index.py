@@ -80,7 +80,7 @@ class Index(Sequence[Shard]):
         return cls(names, resolved, (*places,), table, columns, made)
 
     def __reduce__(self) -> Any:
-        """Another process gets all fields but `made`, and makes its own `Shard` objects."""
+        """Pickle all fields but `made`: another process makes its own `Shard` objects."""
         return Index, (self.directories, self.resolved, self.infos, self.table, self.columns)
 
     def plus(self, other: Index) -> Index:

@@ -106,7 +106,7 @@ class Shard:
         return shard
 
     def __reduce__(self) -> Any:
-        """The arguments of `Shard` are sent; the other process opens the file itself."""
+        """Pickle the arguments of `Shard` alone: another process opens the file itself."""
         return Shard, (self.path, self.identity, self.info, self.recorded_rows, self.tensors)
 
     def _check_counts(self) -> None:
@@ -277,7 +277,7 @@ class Shard:
         return tensor
 
     def read_tokens(self, rollout: int) -> dict[str, np.ndarray]:
-        """A rollout's `tokens`, `response`, `logprobs`, `[N]`, and `recorded`, `[N - 1]`."""
+        """A rollout's `tokens`, `response` and `logprobs`, `[N]` each; `recorded`, `[N - 1]`."""
         found, sums = {}, []
         for name in PER_TOKEN:
             rows = name == "recorded"
