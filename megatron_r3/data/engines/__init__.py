@@ -1,12 +1,7 @@
-"""What rollout engines return, decoded into checked rollouts.
-
-    from megatron_r3.data.engines import ModelShape, decode
-
-    shape = ModelShape.from_hf_config("model/config.json")
-    rollouts = decode("sglang", response, request, shape, "request 7")
+"""Decodes what rollout engines return into checked rollouts.
 
 megatron.py, own.py, sglang.py and vllm.py each have a function `decode_increments`; docs/engines.md
-names the responses that these functions read.
+names the responses that these functions read, and has examples.
 """
 
 from __future__ import annotations

@@ -65,8 +65,7 @@ def decode_increments(
     Args:
         response: the body that the server returned.
         request: the body that was sent.
-        shape: the MoE layers of the model that the server runs.
-        where: the name of the request in errors.
+        shape, where: see `engines.decode`.
         num_mtp_layers: how many MTP layers with MoE the model of an unpatched server has; their
             routes come last and are dropped. 0 for a patched server, which does not send them.
 

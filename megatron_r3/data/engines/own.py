@@ -1,6 +1,7 @@
 """Decodes plain arrays, from an engine of your own or from a file.
 
 No command reads such arrays: this file is for a framework that calls `engines.decode` itself.
+docs/engines.md has an example.
 
 Shape suffixes (docs/glossary.md): G, K, N, T, Y.
 """
@@ -22,14 +23,6 @@ from megatron_r3.data.engines.checks import checked_routes, checked_tokens
 from megatron_r3.data.engines.conversation import Increment, read_choices
 from megatron_r3.data.engines.shape import EngineError, ModelShape, naming
 
-# Example: a prompt of two tokens and two sampled ones, in a model of two MoE layers with top-2.
-#
-#   request   {"prompt": [5, 9]}
-#   response  {"token_ids": [7, 3], "logprobs": [-0.5, -1.2],
-#              "routes": [[[0, 3], [1, 2]], [[2, 0], [3, 1]], [[1, 3], [0, 2]]]}
-#
-# The three rows belong to the tokens 5, 9 and 7.
-
 
 def decode_increments(
     response: Any, request: Mapping[str, Any], shape: ModelShape, where: str
@@ -44,8 +37,7 @@ def decode_increments(
             `prompt_token_ids` if the request has no `prompt`.
         request: a mapping with `prompt`, the token ids that every sequence continues; `start`, the
             token of the first row, 0 if left out; and `max_tokens`, if sampled tokens have a limit.
-        shape: the MoE layers of the model that sampled.
-        where: the name of the request in errors.
+        shape, where: see `engines.decode`.
 
     Raises:
         EngineError: naming `where` and, as far as the fault has them, sequence, token and layer.

@@ -29,7 +29,7 @@ class Said:
             if the engine sends no text, for example because it has no tokenizer.
         finish_reason: why the response ended, in the engine's words: "stop", "length".
         policies: the versions of the weights that sampled the choice, each once, if the engine
-            reports versions. Several versions mean that the weights changed while it sampled.
+            reports versions. Several versions mean that new weights came during the response.
         model: the name under which the server serves the model; empty if the response has none.
     """
 
@@ -48,8 +48,8 @@ def read_said(
     or in its `meta_info` (SGLang). The versions of the weights are there, or beside the choices.
 
     Args:
-        body: the response. A response of SGLang's /generate is its own choice.
-        choice: an entry of the response's `choices`.
+        body: the response, or a sample of SGLang's /generate.
+        choice: an entry of the response's `choices`, or the same sample.
         versions: versions of the weights that the decoder has read already (Megatron).
 
     Raises:

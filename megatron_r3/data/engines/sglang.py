@@ -78,8 +78,7 @@ def decode_increments(
     Args:
         response: the body that the server returned.
         request: the body that was sent; `routed_experts_start_len` is the token of the first row.
-        shape: the MoE layers of the model that the server runs.
-        where: the name of the request in errors.
+        shape, where: see `engines.decode`.
 
     Raises:
         EngineError: naming `where` and, as far as the fault has them, choice, token and layer.

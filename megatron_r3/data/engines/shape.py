@@ -112,12 +112,15 @@ class ModelShape(MoEShape):
                 partial(_one_of, config, _EXPERT_NAMES, "number of experts"),
                 partial(_one_of, config, _TOPK_NAMES, "number of experts for a token"),
             )
+            vocab_size = config.get("vocab_size")
+            if vocab_size is not None:
+                vocab_size = _integer(config, "vocab_size", 1, MOST_TOKEN_ID + 1)
             return cls(
                 moe_layers=_said("--moe-layers", moe_layers, lambda: _layers(config)),
                 num_experts=_said("--num-experts", num_experts, experts),
                 topk=_said("--topk", topk, chosen),
                 num_hidden_layers=_num_layers(config),
-                vocab_size=_vocab_size(config),
+                vocab_size=vocab_size,
             )
 
 
@@ -213,12 +216,6 @@ def _one_of(config: Mapping[str, Any], names: Sequence[str], what: str) -> int:
     if len(set(given.values())) > 1:
         raise EngineError(f"the {what} is given with different values: {given}")
     return next(iter(given.values()))
-
-
-def _vocab_size(config: Mapping[str, Any]) -> int | None:
-    if config.get("vocab_size") is None:
-        return None
-    return _integer(config, "vocab_size", 1, MOST_TOKEN_ID + 1)
 
 
 def _refuse_other_routers(config: Mapping[str, Any]) -> None:

@@ -66,8 +66,7 @@ def decode_increments(
             with `SamplingParams(logprobs=1)`.
         request: the body that was sent. A `RequestOutput` holds the prompt itself. For it only
             `routed_experts_prompt_start`, `n` and `max_tokens` are read; each may be left out.
-        shape: the MoE layers of the model that the engine runs.
-        where: the name of the request in errors.
+        shape, where: see `engines.decode`.
 
     Raises:
         EngineError: naming `where` and, as far as the fault has them, choice, token and layer.

@@ -66,11 +66,6 @@ def runs(numbers: np.ndarray) -> Iterable[tuple[int, int]]:
     return pairwise([0, *ends.tolist(), len(numbers)])
 
 
-def num_parts(num_tokens: np.ndarray) -> np.ndarray:
-    """How many parts rollouts of these numbers of tokens have. Example: 65 tokens have 2."""
-    return -(-num_tokens // PART_TOKENS)
-
-
 def part_sums(lines: np.ndarray, num_tokens: int) -> np.ndarray:
     """The sum of each part of one rollout: uint32 `[L, parts]`.
 
@@ -163,7 +158,7 @@ class PartSums:
 
     def __init__(self, file: HeldFile, header: Header, num_tokens_M: np.ndarray) -> None:
         self.file, self.header, self.num_tokens_M = file, header, num_tokens_M
-        self.part_start_M = starts_of(num_parts(num_tokens_M))
+        self.part_start_M = starts_of(-(-num_tokens_M // PART_TOKENS))  # rounded up
 
     def compare(
         self, table: str, columns: Sequence[int], parts_P: np.ndarray, found: np.ndarray

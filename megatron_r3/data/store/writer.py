@@ -75,7 +75,7 @@ def write_shard(directory: Path, info: StoreInfo, rollouts: Sequence[Rollout]) -
                 longest["crc32"] = str(_LARGEST_CRC32)
                 written = write_tensors(file, tensors, longest, crc32)
                 os.chmod(temporary, 0o644)  # mkstemp makes files that only their owner may read
-                return _link_next(directory, temporary, number, metadata, written)
+                return _link_next(directory, temporary, number, partial(metadata, crc32), written)
         finally:
             # NFS may lose the answer to unlink: the client asks again, and there is no such file.
             with suppress(FileNotFoundError):
@@ -113,7 +113,7 @@ def _link_next(
     directory: Path,
     temporary: str,
     number: int,
-    metadata: Callable[[Mapping[str, int], int], dict[str, str]],
+    metadata: Callable[[int], dict[str, str]],
     written: Written,
 ) -> Path:
     """Give the file the next free shard number.
@@ -123,7 +123,7 @@ def _link_next(
     puts 4 into its header, and links again.
     """
     while True:
-        written.write_header(metadata(written.crc32, number))
+        written.write_header(metadata(number))
         os.fsync(written.file.fileno())  # the bytes are on disk before the name is
         path = directory / shard_name(number)
         if give_name(written.file, temporary, path):
@@ -233,13 +233,11 @@ class Written:
     Attributes:
         entries: the type, shape and place of each tensor, as the header has them.
         header_bytes: how many bytes were kept free for the header.
-        crc32: by name, the CRC-32 of each tensor.
     """
 
     file: BinaryIO
     entries: Mapping[str, Any]
     header_bytes: int
-    crc32: Mapping[str, int]
 
     def write_header(self, metadata: Mapping[str, str]) -> None:
         """Write the header, over an earlier header if there is one."""
@@ -291,7 +289,7 @@ def write_tensors(
             _write_all(file, arrays)
         assert file.tell() == data + end, f"{name} has other bytes than its shape says"
         crc32[name] = total
-    return Written(file, entries, header_bytes, crc32)
+    return Written(file, entries, header_bytes)
 
 
 def _header(metadata: Mapping[str, str], entries: Mapping[str, Any]) -> bytes:

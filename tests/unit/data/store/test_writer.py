@@ -192,8 +192,9 @@ def written(path):
     whole = np.concatenate(PIECES)
     routes = writer.Streamed(whole.dtype, whole.shape, [PIECES[:2500], PIECES[2500:]])
     with path.open("wb", buffering=0) as file:
-        written = writer.write_tensors(file, {"routes": routes}, {"crc32": "9" * 10}, {})
-        written.write_header({"crc32": str(written.crc32["routes"])})
+        crc32 = {}
+        written = writer.write_tensors(file, {"routes": routes}, {"crc32": "9" * 10}, crc32)
+        written.write_header({"crc32": str(crc32["routes"])})
     return load_file(path)["routes"]
 
 
