@@ -22,6 +22,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from megatron_r3.data.rollout import Rollout
 Message = Mapping[str, Any]
 # What a client sends of a conversation: the messages of a chat, or a completion's text or ids.
 Asked = list[Message] | str | list[int]
+_JSON = json.JSONEncoder(sort_keys=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,18 +83,17 @@ class Session:
         self._by_digest: dict[bytes, Turn] = {}
         self._by_text: list[tuple[str | list[int], Turn]] = []
 
-    def find(self, asked: Asked, settings: Any) -> tuple[Turn | None, Asked]:
+    def find(self, asked: Asked, digests: Sequence[bytes]) -> tuple[Turn | None, Asked]:
         """The longest turn that a request continues, and what is new in the request.
 
         Args:
             asked: the request's messages, text or ids.
-            settings: whatever else the chat template reads, for example the tools.
+            digests: those of the messages (`digests_of`); empty for a text or ids.
 
         Returns:
             None and all that was asked, if the request continues no turn.
         """
-        if asked and isinstance(asked[0], Mapping):
-            digests = _digests(asked, settings)  # type: ignore[arg-type]
+        if digests:
             for length in range(len(asked) - 1, 0, -1):  # at least one message is new
                 if (turn := self._by_digest.get(digests[length - 1])) is not None:
                     return turn, asked[length:]
@@ -104,12 +105,12 @@ class Session:
                 best = turn, asked[len(whole) :]
         return best
 
-    def add(self, turn: Turn, asked: Asked, settings: Any, stopped: bool) -> None:
+    def add(self, turn: Turn, asked: Asked, digests: Sequence[bytes], stopped: bool) -> None:
         """Remember a turn.
 
         Args:
             asked: the whole request's messages, text or ids.
-            settings: as in `find`.
+            digests: as in `find`.
             stopped: whether the request had texts at which the response ends. The engine's ids may
                 then hold such a text, which the client did not get. So a later completion cannot
                 continue this turn by its text, and begins a branch.
@@ -118,9 +119,8 @@ class Session:
         if isinstance(asked, str):
             if not stopped:
                 self._by_text.append((asked + turn.message["content"], turn))
-        elif isinstance(asked[0], Mapping):
-            messages: list[Message] = [*asked, turn.message]  # type: ignore[list-item]
-            self._by_digest[_digests(messages, settings)[-1]] = turn
+        elif digests:
+            self._by_digest[_next_digest(digests[-1], turn.message)] = turn
         else:
             self._by_text.append((turn.increment.tokens_N.tolist(), turn))
 
@@ -181,18 +181,25 @@ def _rollout(branch: Sequence[Turn], own: Sequence[Turn], where: str) -> Rollout
     )
 
 
-def _digests(messages: Sequence[Message], settings: Any) -> list[bytes]:
+def digests_of(messages: Sequence[Message], settings: Any) -> list[bytes]:
     """A digest of the first message, of the first two, and so on, each with the settings.
 
     A client may send a message back in other words of JSON: with fields that are null, with a text
     as a list of parts, with blanks in the arguments of a call. `_plain` makes these equal.
+
+    Args:
+        messages: the whole conversation.
+        settings: whatever else the chat template reads, for example the tools.
+
+    Raises:
+        ValueError: the content or the tool calls of a message are not in OpenAI's form.
     """
-    digest = sha256(json.dumps(settings, sort_keys=True).encode())
-    digests = []
-    for message in messages:
-        digest.update(json.dumps(_plain(message), sort_keys=True).encode() + b"\n")
-        digests.append(digest.digest())
-    return digests
+    start = sha256(_JSON.encode(settings).encode()).digest()
+    return list(accumulate(messages, _next_digest, initial=start))[1:]
+
+
+def _next_digest(digest: bytes, message: Message) -> bytes:
+    return sha256(digest + _JSON.encode(_plain(message)).encode()).digest()
 
 
 def _plain(message: Message) -> dict[str, Any]:

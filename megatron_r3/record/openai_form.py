@@ -12,12 +12,13 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from megatron_r3.collect.prompt_plan import Sampling
 from megatron_r3.collect.request_fields import settings_of
 from megatron_r3.data.engines.body import refuse_other_parts, whole_number
-from megatron_r3.record.branches import Asked, Turn
+from megatron_r3.record.branches import Asked, Turn, digests_of
 from megatron_r3.replay.words import quoted
 
 _MOST_CHOICES = 128
@@ -60,6 +61,11 @@ class Question:
     special: bool
     stream: bool
     stream_usage: bool
+
+    @cached_property
+    def digests(self) -> list[bytes]:
+        """The digests of the messages (`digests_of`); empty for a text or ids."""
+        return digests_of(self.asked, self.settings) if self.is_chat else []  # type: ignore[arg-type]
 
 
 def read_question(body: Any, is_chat: bool, sampling: Sampling, engine: str) -> Question:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -145,6 +146,7 @@ async def _record(
             host, port = listening.getsockname()[:2]
             print(f"recording at http://{host}:{port}/v1 into {args.out}", flush=True)
             app = make_app(recorder, sampling, args.engine, model.name)
+            gc.freeze()  # what was imported stays: the collector need not go through it again
             with suppress(Interrupted):
                 await stop.first(serve_app(recorder, app, listening))
     print(f"{args.out}: {recorder.stored} new rollouts")

@@ -139,7 +139,7 @@ class Sessions:
             )
             turns = [self._turn(increment, before, new, question) for increment in increments]
             for turn in turns:
-                one.session.add(turn, question.asked, question.settings, bool(question.stop))
+                one.session.add(turn, question.asked, question.digests, bool(question.stop))
             one.first = min(one.first or (number, ids), (number, ids))
             return turns, len(ids)
         finally:
@@ -150,7 +150,7 @@ class Sessions:
         asked, settings = question.asked, question.settings
         if question.tools:
             self._template.check_tools(question.tools)
-        before, new = session.find(asked, settings)
+        before, new = session.find(asked, question.digests)
         if before is not None:
             ids = before.increment.tokens_N.tolist()
             added: list[int] | None
