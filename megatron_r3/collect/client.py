@@ -108,12 +108,12 @@ class Client:
                 await asyncio.sleep(min(LONGEST_PAUSE_S, max(error.pause, pause)))
                 continue
             try:
-                return read_json(bytes(data), f"{self.url}{path}", most_bytes)
+                return read_json(data, f"{self.url}{path}", most_bytes)
             except ValueError as error:
                 raise EngineError(str(error)) from error
         raise AssertionError("unreachable")
 
-    async def _send(self, method: str, path: str, body: Any, most_bytes: int) -> bytearray:
+    async def _send(self, method: str, path: str, body: Any, most_bytes: int) -> bytes:
         """Send a request once; raises `_TryAgain` if a repetition may succeed."""
         try:
             return await self._exchange(method, path, body, most_bytes)
@@ -130,7 +130,7 @@ class Client:
             # A request that cannot be sent: ValueError for a body with NaN, for example.
             raise NoAnswer(f"{self.url}{path}: {type(error).__name__}: {reason}") from error
 
-    async def _exchange(self, method: str, path: str, body: Any, most_bytes: int) -> bytearray:
+    async def _exchange(self, method: str, path: str, body: Any, most_bytes: int) -> bytes:
         if self._http is None:  # made here, because a session belongs to the event loop that runs
             self._http = aiohttp.ClientSession(
                 headers=self._headers,
@@ -181,7 +181,7 @@ def _address(url: str) -> tuple[str, dict[str, str]]:
     return str(address.with_user(None)).rstrip("/"), user
 
 
-async def _body(answer: aiohttp.ClientResponse, most_bytes: int) -> bytearray:
+async def _body(answer: aiohttp.ClientResponse, most_bytes: int) -> bytes:
     """The whole body. A compressed body is refused, because 1 MB of gzip can hold 1 GB."""
     encoding = answer.headers.get("content-encoding", "").strip().lower()
     if encoding not in ("", "identity"):
@@ -199,17 +199,18 @@ async def _body(answer: aiohttp.ClientResponse, most_bytes: int) -> bytearray:
     return body
 
 
-async def _beginning(answer: aiohttp.ClientResponse, most_bytes: int) -> bytearray:
+async def _beginning(answer: aiohttp.ClientResponse, most_bytes: int) -> bytes:
     """The first `most_bytes` bytes of a body, or all if it has fewer; nothing is decompressed."""
-    body = bytearray()
+    pieces: list[bytes] = []
     async for piece in answer.content.iter_any():
-        body += piece[: most_bytes - len(body)]
-        if len(body) == most_bytes:
+        pieces.append(piece[:most_bytes])
+        most_bytes -= len(pieces[-1])
+        if not most_bytes:
             break
-    return body
+    return b"".join(pieces)
 
 
-def _refusal(status: int, body: bytearray) -> str:
+def _refusal(status: int, body: bytes) -> str:
     """The status and the server's reason, in one line.
 
     Servers give the reason as `{"error": {"message": ...}}`, `{"error": ...}`, `{"detail": ...}`,
@@ -217,7 +218,7 @@ def _refusal(status: int, body: bytearray) -> str:
     """
     reason: Any = body.decode("utf-8", "replace")
     try:
-        parsed = read_json(bytes(body), "the refusal")
+        parsed = read_json(body, "the refusal")
         reason = parsed.get("error") or parsed.get("detail") or reason
         reason = reason.get("message", reason) if isinstance(reason, dict) else reason
     except (ValueError, AttributeError):

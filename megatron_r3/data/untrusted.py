@@ -8,6 +8,7 @@ the stack. And the parser's errors do not name a file.
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from megatron_r3.replay.words import one_line
 
 MOST_DEPTH = 64  # brackets inside brackets; the deepest real body (vLLM's chat log-probs) has 9
 _NO_MARKS = bytes(set(range(256)) - set(b'[]{}"'))
+_ESCAPE = re.compile(rb'\\[\\"]')
 
 
 def read_json(data: bytes | str, where: str, most_bytes: int = 1 << 26) -> Any:
@@ -45,16 +47,17 @@ def _depth(data: bytes) -> int:
     """An upper bound on how deep brackets are nested, which is how deep a parser would recurse.
 
     Example: of `{"a]": [[1], 2]}` the marks are `{"]"[[]]}`. An odd number of quotes stands before
-    the first `]`, so it is text. The other marks are the steps +1 +1 +1 -1 -1 -1. Their highest
-    running sum is 3. Escapes are removed before that: first each `\\\\`, which is a backslash, then
-    each `\\"`, which is a quote inside of a string.
+    the first `]`, so it is text. The other marks are steps +1 +1 +1 -1 -1 -1, whose highest running
+    sum is 3. Escapes are removed before that: each `\\\\`, which is a backslash, and each `\\"`,
+    which is a quote inside of a string.
     """
-    opened = data.count(b"[") + data.count(b"{")
-    # Nearly every body returns here, even one of megabytes: base64 has no brackets.
+    marks_of_all = data.translate(None, _NO_MARKS)  # few: base64 has none
+    opened = marks_of_all.count(b"[") + marks_of_all.count(b"{")
     if opened <= MOST_DEPTH:
         return opened
-    plain = data.replace(b"\\\\", b"").replace(b'\\"', b"")
-    marks = np.frombuffer(plain.translate(None, _NO_MARKS), np.uint8)
+    if b"\\" in data:
+        marks_of_all = _ESCAPE.sub(b"", data).translate(None, _NO_MARKS)
+    marks = np.frombuffer(marks_of_all, np.uint8)
     is_quote = marks == ord('"')
     marks = marks[~is_quote & (np.cumsum(is_quote) % 2 == 0)]
     opens = (marks == ord("[")) | (marks == ord("{"))

@@ -207,8 +207,11 @@ def prompt_array(asked: Any, returned: Any, hint: str) -> np.ndarray:
     if asked is None:
         return token_array(returned, "prompt_token_ids")
     prompt = token_array(asked, "prompt")
-    if returned is not None and not np.array_equal(
-        prompt, token_array(returned, "prompt_token_ids")
+    is_same = type(asked) is type(returned) is list and asked == returned  # the usual case: fast
+    if (
+        returned is not None
+        and not is_same
+        and not np.array_equal(prompt, token_array(returned, "prompt_token_ids"))
     ):
         raise EngineError(
             "prompt_token_ids are not the prompt of the request: the server cut or changed the "
@@ -249,14 +252,14 @@ def sampled_logprobs(
             names = [entry.get("token", f"token_id:{entry.get('token_id')}") for entry in content]
     if not isinstance(values, list) or not values:
         raise EngineError(f"no log-probs; {hint}")
-    if any(value is None for value in values):  # JSON has no NaN: some servers write null
+    if None in values:  # JSON has no NaN: some servers write null
         raise EngineError(NULL_LOGPROB)
     _refuse_other_names(names, response_G, prompt_length)
     return number_array(values, "log-probs")
 
 
 def _refuse_other_names(names: Any, response_G: np.ndarray, prompt_length: int) -> None:
-    if not isinstance(names, list):
+    if not isinstance(names, list) or names == [f"token_id:{i}" for i in response_G.tolist()]:
         return
     ids = [_TOKEN_ID.fullmatch(name) if isinstance(name, str) else None for name in names]
     for index, (token, named) in enumerate(zip(response_G.tolist(), ids, strict=False)):
