@@ -62,6 +62,11 @@ class Question:
     stream: bool
     stream_usage: bool
 
+    @property
+    def begins(self) -> bool:
+        """Whether no response was sent before: a chat that has no message of the assistant."""
+        return self.is_chat and all(one.get("role") != "assistant" for one in self.asked)  # type: ignore[union-attr]
+
     @cached_property
     def digests(self) -> list[bytes]:
         """The digests of the messages (`digests_of`); empty for a text or ids."""

@@ -1,7 +1,8 @@
 """Records the sessions of clients in other processes, and ends each session when it is rewarded.
 
 An agent may work for hours, so a session ends only when a client sends its reward. The session's
-rollouts are in the store (session_shards.py) before the request with the reward is answered.
+rollouts are in the store (session_shards.py) before the request with the reward is answered. A kill
+loses the sessions that have not ended; the next recorder of the store names them (`UnderWay`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,54 @@ from megatron_r3.record.sessions import Busy, NoSession, Open, Sessions
 from megatron_r3.replay.words import one_line
 
 _LOOK_S = 1.0  # how often idle sessions are looked for
+_LOST = (
+    "the recorder was killed while this session was under way, so its responses are lost, unless "
+    "its reward was sent just before"
+)
+
+
+class UnderWay:
+    """The sessions with a response and without an end, in a file that outlives a kill.
+
+    The file is `.sessions` in the store's directory. It gets a line `+NAME` when a session has had
+    its first response, and a line `-NAME` when the session ends. A crash of the machine may lose
+    lines, because they are not synced to the disk.
+
+    Args:
+        out: the store's directory.
+
+    Attributes:
+        lost: the sessions that were under way when an earlier recorder was killed.
+    """
+
+    def __init__(self, out: Path) -> None:
+        self._path, self.lost, self._now = out / ".sessions", set[str](), set[str]()
+        self._file = self._path.open("a+b", buffering=0)
+        self._path.chmod(0o600)  # who knows the name of a session can end the session
+        self._file.seek(0)
+        for line in self._file.read().decode(errors="replace").splitlines():
+            (self.lost.add if line[:1] == "+" else self.lost.discard)(line[1:])
+
+    def add(self, session: str) -> None:
+        """Note that a session has had a response."""
+        if session not in self._now:
+            self._now.add(session)
+            self._write(f"+{session}\n")
+
+    def remove(self, session: str) -> None:
+        """Note that a session has ended, or that a lost session is given up."""
+        self._now.discard(session)
+        self.lost.discard(session)
+        self._write(f"-{session}\n")
+
+    def _write(self, line: str) -> None:
+        with suppress(OSError):  # a full disk must not fail a request whose rollouts are stored
+            self._file.write(line.encode())
+
+    def close(self) -> None:
+        """Remove the file: the recorder was not killed, and names the sessions itself."""
+        self._file.close()
+        self._path.unlink()
 
 
 @asynccontextmanager
@@ -39,6 +88,8 @@ async def recording(
     **of_sessions: Any,
 ) -> AsyncIterator[Recorder]:
     """Record while the block runs; at its end print a line for each session without a reward.
+
+    At its start it prints a line for each session that was lost when a recorder was killed.
 
     Args:
         engine: samples the responses; it is closed at the end.
@@ -62,12 +113,15 @@ async def recording(
         )
         info.check()
         with only_writer(out):
-            shards = SessionShards(out, info, policy_version)
+            shards, under_way = SessionShards(out, info, policy_version), UnderWay(out)
+            for session in sorted(under_way.lost):
+                say(f"not stored: {session}: {_LOST}")
             recorder = Recorder(
                 most_sessions,
                 idle_s,
                 say,
                 shards,
+                under_way,
                 engine=engine,
                 policy=shards.policy,
                 vocab_size=model.vocab_size,
@@ -80,6 +134,7 @@ async def recording(
                 watch.cancel()
                 await recorder.name_the_rest()
                 recorder.close()
+                under_way.close()
     finally:
         await engine.close()
 
@@ -93,6 +148,7 @@ class Recorder(Sessions):
             the session; without a reward function the session is dropped, and a line says so.
         say: prints a line about a session.
         shards: writes the rollouts.
+        under_way: the sessions that a kill would lose, and those that a kill has lost.
         of_sessions: the arguments of `Sessions`.
     """
 
@@ -102,10 +158,12 @@ class Recorder(Sessions):
         idle_s: float,
         say: Callable[[str], None],
         shards: SessionShards,
+        under_way: UnderWay,
         **of_sessions: Any,
     ) -> None:
         super().__init__(**of_sessions)
         self._most, self._idle_s, self._say, self._shards = most_sessions, idle_s, say, shards
+        self._under_way = under_way
 
     @property
     def stored(self) -> int:
@@ -123,12 +181,24 @@ class Recorder(Sessions):
         return self.open.setdefault(name, Open(_shown(name)))
 
     async def answer(self, name: str, question: Question) -> tuple[list[Turn], int]:
-        """See `Sessions.answer`; a session that has had no response is forgotten."""
+        """See `Sessions.answer`; a session that has had no response is forgotten.
+
+        Raises:
+            NoSession: the request does not begin a conversation, and a kill has lost the session.
+        """
+        session = _shown(name)
+        if session in self._under_way.lost:
+            # A request that goes on would be a rollout whose earlier responses are not trained.
+            if not question.begins:
+                raise NoSession(f"{session}: {_LOST}; discard it, or begin it anew")
+            self._under_way.remove(session)
         try:
             return await super().answer(name, question)
         finally:
             one = self.open.get(name)
-            if one is not None and not one.session.turns and not one.at_work:
+            if one is not None and one.session.turns:
+                self._under_way.add(session)
+            elif one is not None and not one.at_work:
                 del self.open[name]
 
     async def end(self, name: str, reward: Any = None) -> tuple[int, list[float]]:
@@ -166,27 +236,36 @@ class Recorder(Sessions):
             one.ending = None  # the session stays, and can be rewarded again
             raise
         if self.open.get(name) is one:
-            del self.open[name]
+            self._forget(name)
         return [rollout.reward for rollout in rollouts]
 
     def discard(self, name: str) -> None:
-        """Forget a session.
+        """Forget a session, also one that a kill has lost.
 
         Raises:
             NoSession: there is no such session.
             Busy: a request of the session is under way, or it is being rewarded.
         """
+        if _shown(name) in self._under_way.lost:
+            self._under_way.remove(_shown(name))
+            return
         one = self._get(name)
         _refuse_at_work(one)
         if one.ending is not None:
             raise Busy(f"{one} is being rewarded")
+        self._forget(name)
+
+    def _forget(self, name: str) -> None:
         del self.open[name]
+        self._under_way.remove(_shown(name))
 
     def _get(self, name: str) -> Open:
         try:
             return Sessions.admit(self, name)
         except NoSession as error:
-            raise NoSession(f"{_shown(name)}: {error}") from error
+            session = _shown(name)
+            reason = _LOST if session in self._under_way.lost else error
+            raise NoSession(f"{session}: {reason}") from error
 
     async def end_idle_sessions(self) -> None:
         """End the sessions that had no request for `idle_s`, until this task is cancelled."""
@@ -205,7 +284,7 @@ class Recorder(Sessions):
                     except Exception as error:
                         reason = str(error)
                 if self.open.get(name) is one:
-                    del self.open[name]
+                    self._forget(name)
                 self._say(one_line(f"not stored: {one}: {reason}", 500))
 
     async def name_the_rest(self) -> None:
@@ -226,4 +305,4 @@ def _shown(name: str) -> str:
     kind, _, text = name.partition(":")
     if kind == "key":
         text = f"of the key with the digest {sha256(text.encode()).hexdigest()[:8]}"
-    return one_line(f"session {text}", 200)
+    return one_line(f"session {text}", 300)

@@ -1,5 +1,7 @@
 """The recorder, the engine or the agent is killed while sessions run: what was answered is stored.
 
+What was not stored is named.
+
 RECORD_KILLS says how often each of the three is killed.
 
 Shape suffixes (docs/glossary.md): K, L, N, T, U.
@@ -8,6 +10,7 @@ Shape suffixes (docs/glossary.md): K, L, N, T, U.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -80,6 +83,11 @@ class Processes:
         lines = [line.split() for line in self.log.read_text().splitlines()]
         return {int(number) for said, number in lines if said == word}
 
+    def named(self, why: str) -> set[int]:
+        """The numbers of the sessions that the recorder has named as not stored."""
+        pattern = rf"not stored: session s(\d+){re.escape(why)}"
+        return set(map(int, re.findall(pattern, self.errors.read_text())))
+
     def wait_for(self, ready: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 60
         while not ready():
@@ -138,6 +146,10 @@ def test_kill_9_while_sessions_run(who, processes, capsys):
     for wrong in ((asked, answered | {-1}), (asked - answered, set())):  # a control of the check
         with pytest.raises(AssertionError):
             check(store, *wrong)
+    lost, named = processes.named(": the recorder was killed"), processes.named("")
+    assert bool(lost) == (who == "recorder")
+    assert not lost & answered
+    assert asked - {*store.column("reward").astype(int).tolist()} <= named
     assert all(path.name.startswith("shard-") for path in processes.store.iterdir())
     assert "Traceback" not in processes.errors.read_text()
     with capsys.disabled():

@@ -58,14 +58,24 @@ def test_what_was_rewarded_outlives_a_kill_and_the_rest_is_named(served, tmp_pat
             process.send_signal(signal.SIGKILL)
             process.wait()
         with recorder(directory, server.url, store) as (process, client):
-            lost = client.post("/sessions/b/reward", json={"reward": 1})
-            assert lost.status_code == 404
-            assert "the recorder was started again since" in lost.text
+            said = {"role": "assistant", "content": "x"}
+            for path, body in (("reward", {"reward": 1}),
+                               ("completions", {"prompt": "a"}),
+                               ("chat/completions", {"messages": [HI, said, HI]})):  # fmt: skip
+                lost = client.post(f"/sessions/b/{path}", json=body)
+                assert lost.status_code == 404
+                assert "session b: the recorder was killed while" in lost.text
+            assert client.post("/sessions/a/reward", json={"reward": 1}).status_code == 404
+            if turn:
+                ask(client, "b")  # a chat without a message of the model begins the session anew
+            assert client.post("/sessions/b/discard").status_code == 200
             ask(client, "c")
             process.send_signal(signal.SIGTERM)
             out, err = process.communicate(timeout=60)
         assert process.returncode == 0
-        assert "not stored: session c (1 responses): it has no reward" in err
+        first, last = err.splitlines()
+        assert first.startswith("not stored: session b: the recorder was killed while this session")
+        assert last == "not stored: session c (1 responses): it has no reward"
         assert out == f"{store}: 0 new rollouts\n"
     found = RolloutStore([store])
     found.verify()
