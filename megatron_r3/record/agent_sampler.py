@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import secrets
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -54,6 +55,7 @@ class AgentSampler(Sampler):
         template: makes ids of messages.
         one_rollout: refuse sessions with several branches, or with a reward for each turn.
         leave: called when an agent has ended.
+        idle_s: an agent that sends no request for so many seconds is cancelled.
     """
 
     def __init__(
@@ -66,10 +68,11 @@ class AgentSampler(Sampler):
         template: ChatTemplate,
         one_rollout: bool = False,
         leave: Callable[[], None] = lambda: None,
+        idle_s: float = 3600.0,
     ) -> None:
         super().__init__(engine, plan, policy, progress)
         self._agent, self._one_rollout, self._leave = agent, one_rollout, leave
-        self._template = template
+        self._template, self._idle_s = template, idle_s
 
     async def __aenter__(self) -> AgentSampler:
         """Start the server that answers the agents."""
@@ -94,7 +97,7 @@ class AgentSampler(Sampler):
         """Run the agent once; returns a rollout for each branch of its session.
 
         Raises:
-            GivenUp: the agent raised an error, or its session makes no rollout.
+            GivenUp: the agent raised an error or was cancelled, or its session makes no rollout.
             EngineChanged: the engine or its weights are not those of the start.
             ValueError: the reward is no number, or the reward function failed; or with
                 `one_rollout` the session made several rollouts.
@@ -114,12 +117,15 @@ class AgentSampler(Sampler):
         # A task of its own: if the agent cancels itself, that must not end the worker silently.
         running = asyncio.ensure_future(self._run(client, prompt, where))
         try:
-            await asyncio.wait({running})
+            await self._wait_for(running, one)
+            is_idle = not running.done()
         finally:
             await end_tasks({running})
             await http.aclose()
             del self._sessions.open[f"id:{name}"]
             self._leave()
+        if is_idle:
+            raise GivenUp(f"{where}: the agent sent no request for {self._idle_s:g} s")
         if running.cancelled():
             raise GivenUp(f"{where}: the agent cancelled itself")
         reward = running.result()
@@ -149,6 +155,14 @@ class AgentSampler(Sampler):
             rollout.check(where)
             self.progress.tokens += int(rollout.response_N.sum())
         return rollouts
+
+    async def _wait_for(self, running: asyncio.Future[Any], one: Open) -> None:
+        """Return once the agent has ended, or has sent no request for `idle_s`."""
+        while not running.done():
+            left = one.used + self._idle_s - time.monotonic()
+            if left <= 0 and not one.at_work:
+                return
+            await asyncio.wait({running}, timeout=max(left, 1.0))
 
     async def _run(self, client: AsyncOpenAI, prompt: Prompt, where: str) -> Any:
         try:

@@ -22,6 +22,7 @@ _AS_COLLECT = (
     *("--policy-version", "--model", "--max-tokens", "--temperature", "--top-p", "--top-k"),
     *("--moe-layers", "--num-experts", "--topk", "--concurrency", "--timeout", "--retries"),
 )
+_SESSION_TIMEOUT: dict[str, Any] = {"type": number(float, 0.1), "default": 3600.0, "metavar": "S"}
 
 
 def add_record(commands: Any) -> None:
@@ -47,7 +48,7 @@ def add_record(commands: Any) -> None:
         "RewardSample, whose fields have all messages")  # fmt: skip
     add("--sessions", type=number(int, 1), default=256, metavar="N",
         help="sessions that may be open at a time (default: 256)")  # fmt: skip
-    add("--session-timeout", type=number(float, 0.1), default=3600.0, metavar="S",
+    add("--session-timeout", **_SESSION_TIMEOUT,
         help="seconds after which a session without a request ends: --reward rewards it, or it is "
         "named and left out (default: 3600)")  # fmt: skip
     add("--train-shared", choices=("once", "all"), default="once",
@@ -66,6 +67,9 @@ def _add_agents(collect: argparse.ArgumentParser) -> None:
     collect.add_argument("--environment", metavar="verifiers:NAME",
         help="run the rollouts of this environment of the library verifiers; its dataset takes the "
         "place of --prompts")  # fmt: skip
+    collect.add_argument("--session-timeout", **_SESSION_TIMEOUT,
+        help="seconds without a request after which an agent is cancelled; its sample is named and "
+        "left out (default: 3600)")  # fmt: skip
 
 
 def _run_collect(args: argparse.Namespace) -> int:
@@ -89,7 +93,8 @@ def _run_collect(args: argparse.Namespace) -> int:
             agent, prompts = load_environment(args.environment)
         else:
             agent = load_reward(args.agent, option="--agent")
-        return sampler_of(agent, ChatTemplate(args.model)), prompts
+        template = ChatTemplate(args.model)
+        return sampler_of(agent, template, idle_s=args.session_timeout), prompts
 
     return run_collect(args, plan)
 

@@ -67,6 +67,12 @@ async def cancels(client, prompt):
     raise asyncio.CancelledError
 
 
+async def never_returns(client, prompt):
+    import asyncio
+    await ask(client, prompt["messages"])
+    await asyncio.sleep(1000)
+
+
 async def exits(client, prompt):
     raise SystemExit(0)
 
@@ -150,6 +156,7 @@ def test_an_agent_that_fails_is_named_and_the_others_are_stored(collect):
     [
         ("lazy", [], "line 1, sample 0: the agent asked for no response"),
         ("cancels", [], "line 1, sample 0: the agent cancelled itself"),
+        ("never_returns", ["--session-timeout", "0.5"], "the agent sent no request for 0.5 s"),
         ("exits", [], "line 1, sample 0: the agent raised SystemExit: 0"),
         ("no_coroutine", [], "is no async function: write `async def solve(client, prompt)`"),
         ("forks", [], "no reward: give a number, or the option --reward"),
