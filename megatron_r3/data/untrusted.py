@@ -51,7 +51,7 @@ def _depth(data: bytes) -> int:
     sum is 3. Escapes are removed before that: each `\\\\`, which is a backslash, and each `\\"`,
     which is a quote inside of a string.
     """
-    marks_of_all = data.translate(None, _NO_MARKS)  # few: base64 has none
+    marks_of_all = data.translate(None, _NO_MARKS)  # short: base64 has no marks
     opened = marks_of_all.count(b"[") + marks_of_all.count(b"{")
     if opened <= MOST_DEPTH:
         return opened

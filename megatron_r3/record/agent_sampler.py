@@ -1,8 +1,8 @@
 """Runs an agent for each sample of a collection, and stores the agent's session as its rollouts.
 
-An agent is an async function `(client, prompt) -> reward`. `client` is an AsyncOpenAI, whose base
-URL belongs to the session of this sample. This process serves that URL, so other libraries of the
-agent may call it too. `prompt` is the prompt's whole line. The reward is a number, or a list with a
+An agent is an async function `(client, prompt) -> reward`. `client` is an AsyncOpenAI with a base
+URL for the session of this sample. This process serves that URL, so other libraries of the agent
+may call it too. `prompt` is the prompt's whole line. The reward is a number, or a list with a
 number for each turn; None has the reward function reward the session.
 
 Shape suffixes (docs/glossary.md): N.

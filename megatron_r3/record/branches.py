@@ -1,9 +1,9 @@
 """The branches of a session: which response a request continues, and which rollouts come of it.
 
-A response of the engine is a `Turn`. A request whose messages begin with all messages of a turn
-continues that turn: its ids are the turn's ids and the ids of what is new. Any other request begins
-a branch of its own, from ids that the chat template makes of all its messages. Example (u: the
-user's ids, s: sampled ids, t: ids of a tool's answer):
+A response of the engine is a `Turn`. If the messages of a request begin with all messages of a
+turn, the request continues that turn: its ids are the turn's ids and the ids of what is new. Any
+other request begins a branch of its own, from ids that the chat template makes of all its messages.
+Example (u: the user's ids, s: sampled ids, t: ids of a tool's answer):
 
     request 1                    u u          the engine adds s s      turn 1
     request 2, continues turn 1  u u s s t t  the engine adds s        turn 2
@@ -215,7 +215,7 @@ def _plain(message: Message) -> dict[str, Any]:
 
 
 def text_of(message: Message) -> str:
-    """The text of a message, whose content may be null, a text, or a list of parts of text.
+    """The text of a message. Its content may be null, a text, or a list of parts of text.
 
     Raises:
         ValueError: the content is something else.

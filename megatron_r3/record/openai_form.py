@@ -40,7 +40,7 @@ class Question:
         asked: messages, text or ids.
         is_chat: whether `asked` is messages.
         settings: the tools and other arguments of the chat template.
-        tools: the tools whose calls are read from the response; None if no call is read.
+        tools: calls of these tools are read from the response; None if no call is read.
         count: how many responses are asked for.
         max_tokens: the largest number of tokens of a response, or None.
         stop: texts at which a response ends.

@@ -45,7 +45,7 @@ def add_record(commands: Any) -> None:
         help="port to serve at; 0 takes a free one (default: 8100)")  # fmt: skip
     add("--reward", metavar="MODULE:FUNCTION",
         help="function that rewards a rollout of a session that ends without a reward; it takes a "
-        "RewardSample, whose fields have all messages")  # fmt: skip
+        "RewardSample; its fields have all messages")  # fmt: skip
     add("--sessions", type=number(int, 1), default=256, metavar="N",
         help="sessions that may be open at a time (default: 256)")  # fmt: skip
     add("--session-timeout", **_SESSION_TIMEOUT,
@@ -63,7 +63,7 @@ def _add_agents(collect: argparse.ArgumentParser) -> None:
     collect.set_defaults(run=_run_collect)
     collect.add_argument("--agent", metavar="MODULE:FUNCTION",
         help="async function that takes an AsyncOpenAI client and the prompt's line, talks to the "
-        "model as long as it likes, and returns the reward")  # fmt: skip
+        "model, and returns the reward")  # fmt: skip
     collect.add_argument("--environment", metavar="verifiers:NAME",
         help="run the rollouts of this environment of the library verifiers; its dataset takes the "
         "place of --prompts")  # fmt: skip

@@ -7,7 +7,7 @@
     GET  /v1/models, /health
 
 A session's name is all that a client needs to read and end the session, so agents that do not trust
-each other get names that cannot be guessed. No name of an API key is printed.
+each other get names that cannot be guessed. An API key is printed as a digest.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def make_app(sessions: Sessions, sampling: Sampling, engine: str, model: str) ->
     """The application.
 
     Args:
-        sessions: answers; only those of a recorder are ended by requests.
+        sessions: answers the requests; only a `Recorder` takes /reward and /discard.
         sampling: how each response is sampled.
         engine: the engine's name.
         model: the name under which the model is listed.

@@ -66,7 +66,7 @@ class UnderWay:
         self._write(f"-{session}\n")
 
     def _write(self, line: str) -> None:
-        with suppress(OSError):  # a full disk must not fail a request whose rollouts are stored
+        with suppress(OSError):  # a full disk must not fail a request after its rollouts are stored
             self._file.write(line.encode())
 
     def close(self) -> None:
@@ -188,7 +188,7 @@ class Recorder(Sessions):
         """
         session = _shown(name)
         if session in self._under_way.lost:
-            # A request that goes on would be a rollout whose earlier responses are not trained.
+            # With a request that goes on, the lost responses would become a part of a prompt.
             if not question.begins:
                 raise NoSession(f"{session}: {_LOST}; discard it, or begin it anew")
             self._under_way.remove(session)
@@ -223,7 +223,7 @@ class Recorder(Sessions):
         if one.ending is None:
             _refuse_at_work(one)
             one.ending = asyncio.ensure_future(self._end(name, one, reward))
-            # a client may have gone away: then nobody else asks for the task's error
+            # if the client went away, no other code asks for the task's error
             one.ending.add_done_callback(lambda task: task.cancelled() or task.exception())
         return len(one.session.turns), await asyncio.shield(one.ending)
 

@@ -31,7 +31,7 @@ class NoSession(ValueError):
 
 
 class Busy(ValueError):
-    """There are as many sessions as there may be, or the session is at work."""
+    """No further session may be open, or a request of the session is under way."""
 
 
 @dataclass
@@ -45,8 +45,8 @@ class Open:
         used: when its last request began or ended, by the monotonic clock.
         at_work: how many of its requests are under way.
         asked: how many requests it had.
-        first: the number and the ids of the earliest request that was answered.
-        ending: stores the session; None before it is rewarded.
+        first: the number and the prompt's ids of the earliest request that was answered.
+        ending: the task that stores the session; None before the session is rewarded.
     """
 
     where: str

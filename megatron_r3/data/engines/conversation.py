@@ -232,8 +232,8 @@ def _joined_rows(ordered: Sequence[Increment], num_rows: int) -> Routes:
             again_T = recorded_T[rows] & routes.recorded_T
             _refuse_other_rows(increment, ids_LTK[:, rows], again_T)
         new_T = routes.recorded_T & ~again_T
-        # ids_LTK[:, rows] is a view, so the assignment to its columns changes ids_LTK. All columns
-        # are mostly new, and a slice is copied a hundred times as fast as columns of a mask.
+        # ids_LTK[:, rows] is a view, so the assignment to its columns changes ids_LTK. Usually all
+        # columns are new, and a slice is copied far faster than the columns of a mask.
         columns = slice(None) if new_T.all() else new_T
         ids_LTK[:, rows][:, columns] = routes.ids_LTK[:, columns]
         recorded_T[rows] |= new_T
