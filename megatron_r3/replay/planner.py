@@ -131,8 +131,9 @@ def messages(for_rank: np.ndarray, totals_L: np.ndarray, known: bool) -> np.ndar
 
     A row has the counts for its receiver, the sender's total of each layer (without the padding of
     `padded_counts`), and 1 if the sender knows all its routes, else 0. Example with 2 layers and 2
-    experts of the receiver: [3 1  2 2  8 8  1]. With 256 experts on 256 ranks and 58 layers, a rank receives
-    120 kB. With the counts of all experts, which a plan with guests needs, it receives 15 MB.
+    experts of the receiver: [3 1  2 2  8 8  1]. With 256 experts on 256 ranks and 58 layers, a rank
+    receives 120 kB. With the counts of all experts, which a plan with guests needs, the rank
+    receives 15 MB.
 
     Args:
         for_rank: int32, the counts for each receiver along the first axis.
