@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from replay_layouts import EXPERTS, LAYERS, LAYOUTS, RECOMPUTE, TOPK, fill
-from tiny import SEQUENCE, SHAPE, VOCABULARY
+from replay_layouts import LAYOUTS, RECOMPUTE
 
 from megatron_r3.cpu import CPU_CONFIG
+from proof.fidelity.tiny import EXPERTS, LAYERS, SEQUENCE, SHAPE, TOPK, VOCABULARY, fill
 
 # what this rig is, and not what a library decides: no CUDA kernels, and 32 bits
 RIG = {

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from replay_layouts import EXPERTS, LAYERS, TOPK
 from replay_layouts import LAYOUTS as OTHER_LAYOUTS
-from tiny import VOCABULARY
+
+from proof.fidelity.tiny import EXPERTS, LAYERS, TOPK, VOCABULARY
 
 LENGTHS = [[9, 15], [6, 12]]  # of the samples of each micro-batch
 MICROBATCHES = len(LENGTHS)

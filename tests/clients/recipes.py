@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 from bridge_models import local_layers, qwen3_moe
-from replay_layouts import EXPERTS, LAYERS, TOPK, fill
-from tiny import SEQUENCE, VOCABULARY, start
 
 from keepers.bridge_recipes import StandIns
 from megatron_r3.cpu import CPU_CONFIG
+from proof.fidelity.tiny import EXPERTS, LAYERS, SEQUENCE, TOPK, VOCABULARY, fill, start
 
 # what recipes import and no model needs: data sets, and images
 _STAND_INS = ("megatron.energon", "megatron.bridge.recipes.flux", "megatron.bridge.recipes.wan")

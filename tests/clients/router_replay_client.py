@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 from framework_cases import CASES, LAYOUTS, MICROBATCHES, REPLAYED, Case, Data
-from replay_layouts import LAYERS, TOPK, make_chunks
+from replay_layouts import RECOMPUTE
 
 from megatron_r3 import MicrobatchRoutes, local_routers, replaying
+from proof.fidelity.tiny import LAYERS, TOPK, make_chunks
 
 
 @dataclass
@@ -104,9 +105,9 @@ class Client:
         self.make_ready()
         (self.chunk,) = make_chunks(
             self.sizes,
-            case.recompute,
             self.set_replay if replays else lambda config: None,
             variable_seq_lengths=True,
+            **RECOMPUTE[case.recompute],
             **case.options,
             **options,
         )

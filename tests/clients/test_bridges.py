@@ -14,25 +14,22 @@ import torch
 from bridge_models import DECIDES, build
 from client_workers import from_clone, worker_with
 from replay_layouts import (
-    EXPERTS,
-    LAYERS,
     LAYOUTS,
     MICROBATCHES,
     Data,
     Step,
     live,
-    make_chunks,
     own_rows,
     replay_as_upstream_says,
     replay_natively,
     run_step,
     same,
 )
-from tiny import BATCH, SEQUENCE, start
 from watch import maps_of, watched_plans
 
 from megatron_r3 import ModelRoutes, RouteArrays, local_routers, replaying
 from proof.fidelity.rig.worker import TreeWorker
+from proof.fidelity.tiny import BATCH, EXPERTS, LAYERS, SEQUENCE, make_chunks, start
 
 
 @pytest.fixture(
@@ -59,7 +56,7 @@ def library(
 def in_a_layout(rank: int, name: str, layout: str, recompute: str) -> dict[str, Any]:
     """The plain model without recompute, and the library's by the two ways."""
     data = Data()
-    plain = make_chunks(LAYOUTS[layout][1], "none", moe_router_replay=True, **DECIDES[name])
+    plain = make_chunks(LAYOUTS[layout][1], moe_router_replay=True, **DECIDES[name])
     want = run_step(plain, data, replay_natively)
     by_option = build(name, layout, recompute, moe_router_replay=True)
     results = {"option": measured(by_option, data, replay_natively, want)}

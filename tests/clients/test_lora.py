@@ -17,11 +17,8 @@ import torch
 from bridge_models import build
 from client_workers import from_clone, worker_with
 from replay_layouts import (
-    EXPERTS,
-    LAYERS,
     LAYOUTS,
     MICROBATCHES,
-    TOPK,
     Data,
     Step,
     live,
@@ -29,13 +26,13 @@ from replay_layouts import (
     replay_natively,
     run_step,
 )
-from tiny import BATCH, SEQUENCE, VOCABULARY, start
 from transformers import AutoModelForCausalLM
 
 from megatron_r3 import ModelRoutes, RouteArrays, replaying
 from megatron_r3.data.fingerprint import policy_stamp
 from megatron_r3.weights.write_policy import read_policy, write_policy
 from proof.fidelity.rig.worker import TreeWorker
+from proof.fidelity.tiny import BATCH, EXPERTS, LAYERS, SEQUENCE, TOPK, VOCABULARY, start
 
 ATTENTION = ("linear_qkv", "linear_proj")
 ALL = (*ATTENTION, "linear_fc1", "linear_fc2")

@@ -14,12 +14,12 @@ import pytest
 import torch
 from client_workers import from_clone, worker_with
 from recipes import DEEPSEEK, QWEN, QWEN_8, scaled
-from replay_layouts import EXPERTS, LAYERS, MICROBATCHES, Data, live, own_rows, run_step
-from tiny import BATCH, SEQUENCE
+from replay_layouts import MICROBATCHES, Data, live, own_rows, run_step
 from watch import watched_plans
 
 from megatron_r3 import ModelRoutes, RouteArrays, local_routers, replaying
 from proof.fidelity.rig.worker import TreeWorker
+from proof.fidelity.tiny import BATCH, EXPERTS, LAYERS, SEQUENCE
 
 TP2_PP2 = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
 # the recipe's layers on two stages in place of sixteen

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from replay_layouts import LAYERS, RECOMPUTE
+from replay_layouts import RECOMPUTE
 from verl_engine import LAYOUTS, Engine, Passes
 
 from proof.fidelity.rig.worker import TreeWorker
+from proof.fidelity.tiny import LAYERS
 
 MATRIX = ("1", "EP2", "TP2 SP EP2", "PP2", "PP2 VPP2", "CP2")
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from replay_layouts import LAYERS, RECOMPUTE
-from tiny import config, model
+from replay_layouts import RECOMPUTE
 from verl_engine import LAYOUTS, Engine
 from watch import watched_plans
 
 from megatron_r3 import ReplayError, local_routers
 from proof.fidelity.rig.worker import TreeWorker
+from proof.fidelity.tiny import LAYERS, config, model
 
 
 def refusal(what: Any) -> str:

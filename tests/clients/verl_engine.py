@@ -15,9 +15,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from replay_layouts import EXPERTS, LAYERS, TOPK, make_chunks
+from replay_layouts import RECOMPUTE
 
 from megatron_r3 import local_routers
+from proof.fidelity.tiny import EXPERTS, LAYERS, TOPK, make_chunks
 
 LENGTHS, RESPONSES = [9, 14, 6, 11], [4, 6, 3, 5]  # of the samples; two in a micro-batch
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
@@ -79,10 +80,10 @@ class Engine:
         impl.apply_router_replay_patch()  # what the engine's __init__ does first
         self.chunks = make_chunks(
             self.sizes,
-            recompute,
             self._as_the_engine_does,
             variable_seq_lengths=self.num_chunks == 1,
             moe_permute_fusion=False,
+            **RECOMPUTE[recompute],
             **options,
         )
         self.engine = self._without_init(mode)

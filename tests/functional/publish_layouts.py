@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny import SEQUENCE, config, start
 
 from demo.task import VOCAB_SIZE
 from megatron_r3.data.digest import file_digest
+from proof.fidelity import tiny
+from proof.fidelity.tiny import make_chunks
 
 # Less than the model has rows for: the last rows of the vocabulary are padding.
-VOCABULARY, PADDED = 61, 64
+VOCABULARY = 61
 
 Layout = tuple[int, dict[str, int]]  # ranks, sizes of Megatron's process groups
 TP2 = {"tensor_model_parallel_size": 2}
@@ -35,41 +36,6 @@ LAYOUTS: dict[str, Layout] = {
 }
 
 
-def chunks(sizes: dict[str, int], **options: Any) -> list[torch.nn.Module]:
-    """This rank's chunks of the model in a layout, with random weights."""
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-
-    start(**sizes)
-    given = config(
-        moe_router_replay=False,
-        pipeline_dtype=torch.float32,
-        sequence_parallel="tensor_model_parallel_size" in sizes,
-        **{"expert_tensor_parallel_size": 1, **sizes, **options},
-    )
-    stages = sizes.get("virtual_pipeline_model_parallel_size")
-    rank = parallel_state.get_pipeline_model_parallel_rank()
-    last = parallel_state.get_pipeline_model_parallel_world_size() - 1
-    models = []
-    for stage in range(stages or 1):
-        of_stage = None if stages is None else stage
-        models.append(
-            GPTModel(
-                given,
-                get_gpt_decoder_block_spec(given, use_transformer_engine=False, vp_stage=of_stage),
-                vocab_size=PADDED,
-                max_sequence_length=SEQUENCE,
-                pre_process=(rank, stage) == (0, 0),
-                post_process=(rank, stage) == (last, (stages or 1) - 1),
-                position_embedding_type="rope",
-                share_embeddings_and_output_weights=False,
-                vp_stage=of_stage,
-            )
-        )
-    return models
-
-
 def save(rank: int, checkpoint: Path, policy: Path, options: dict[str, Any]) -> None:
     """In one process: random weights as Megatron's distributed checkpoint, and as a policy.
 
@@ -80,7 +46,7 @@ def save(rank: int, checkpoint: Path, policy: Path, options: dict[str, Any]) -> 
 
     from megatron_r3.weights.write_policy import write_policy
 
-    models = chunks({}, **options)
+    models = make_chunks({}, **options)
     with torch.no_grad():
         for name, parameter in models[0].named_parameters():
             values = parameter + 0.1 * torch.randn_like(parameter)
@@ -118,7 +84,7 @@ def write_and_read(
     """
     from megatron_r3.weights.write_policy import read_policy, write_policy
 
-    models = chunks(sizes, **options)
+    models = make_chunks(sizes, **options)
     load(models, checkpoint)
     loaded = [parameter.detach().clone() for model in models for parameter in model.parameters()]
     write_policy(models, out, vocab_size=VOCABULARY)
@@ -140,7 +106,7 @@ def write_changed(rank: int, sizes: dict[str, int], policy: Path, out: Path, cha
     """Write the policy again, after a change on the last rank; what `write_policy` raised."""
     from megatron_r3.weights.write_policy import read_policy, write_policy
 
-    models = chunks(sizes)
+    models = make_chunks(sizes)
     read_policy(models, policy)
     if rank == torch.distributed.get_world_size() - 1:
         with torch.no_grad():
@@ -230,34 +196,26 @@ CHANGES: dict[str, Callable[[list[Any]], Any]] = {
 
 def write_other_model(rank: int, kind: str, out: Path) -> str:
     """What `write_policy` raises for a model that has no place in transformers' Qwen3-MoE."""
-    from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt import gpt_layer_specs as specs
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     from megatron_r3.weights.write_policy import write_policy
 
-    start()
+    tiny.start()
     more = {"mtp_num_layers": 1} if kind == "mtp" else {}
-    given = config(moe_router_replay=False, **more)
-    spec = specs.get_gpt_decoder_block_spec(given, use_transformer_engine=False)
+    given = tiny.config(moe_router_replay=False, **more)
     mtp = None
     if kind == "mtp":
+        spec = specs.get_gpt_decoder_block_spec(given, use_transformer_engine=False)
         mtp = specs.get_gpt_mtp_block_spec(given, spec.layer_specs[-1], False)
-    model: Any = GPTModel(
-        given,
-        spec,
-        vocab_size=PADDED,
-        max_sequence_length=SEQUENCE,
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=kind == "tied",
-        mtp_block_spec=mtp,
-    )
+    tied = kind == "tied"
+    made = tiny.model(given, share_embeddings_and_output_weights=tied, mtp_block_spec=mtp)
     if kind == "fsdp":
         # Megatron's own wrapper calls this with the device mesh of a GPU.
-        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        fully_shard(made, mesh=init_device_mesh("cpu", (1,)))
     try:
-        write_policy([model], out, vocab_size=VOCABULARY)
+        write_policy([made], out, vocab_size=VOCABULARY)
     except ValueError as error:
         return str(error)
     return ""
@@ -267,7 +225,7 @@ def write_like(rank: int, policy: Path, like: Path, out: Path) -> str:
     """What `write_policy` raises with the config.json of `like`."""
     from megatron_r3.weights.write_policy import read_policy, write_policy
 
-    models = chunks({})
+    models = make_chunks({})
     read_policy(models, policy)
     try:
         write_policy(models, out, like=like, vocab_size=VOCABULARY)
@@ -280,7 +238,7 @@ def read_wrong(rank: int, sizes: dict[str, int], policy: Path, **options: Any) -
     """What `read_policy` raised; the weights are unchanged."""
     from megatron_r3.weights.write_policy import read_policy
 
-    models = chunks(sizes, **options)
+    models = make_chunks(sizes, **options)
     before = [p.detach().clone() for model in models for p in model.parameters()]
     try:
         read_policy(models, policy)

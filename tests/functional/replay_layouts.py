@@ -7,24 +7,19 @@ Shape suffixes (docs/glossary.md): L, T, K.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from tiny import BATCH, SEQUENCE, VOCABULARY, config, start
 
 from megatron_r3 import MicrobatchRoutes, local_routers, replaying
+from proof.fidelity.tiny import BATCH, EXPERTS, FULL, LAYERS, SEQUENCE, TOPK, VOCABULARY
 
-LAYERS, EXPERTS, TOPK, MICROBATCHES = 4, 8, 2, 4
+MICROBATCHES = 4
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
-    "full": {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    },
+    "full": FULL,
     "moe": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
 }
 # ranks, and the sizes of the process groups
@@ -35,103 +30,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "PP2": (2, {"pipeline_model_parallel_size": 2}),
     "PP2 VPP2": (2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
 }
-
-
-def make_chunks(
-    sizes: dict[str, int],
-    recompute: str,
-    prepare: Callable[[Any], None] = lambda made: None,
-    **options: Any,
-) -> list[Any]:
-    """This rank's model chunks, with weights that are the same in every layout.
-
-    Args:
-        sizes: of the process groups, as in LAYOUTS.
-        prepare: what a framework does to the config before it builds the model.
-        options: of the config.
-    """
-    from megatron.core import parallel_state as mpu
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import (
-        get_gpt_decoder_block_spec,
-        get_gpt_mtp_block_spec,
-    )
-
-    start(**sizes)
-    options = {
-        "moe_router_replay": False,
-        "expert_tensor_parallel_size": 1,
-        "sequence_parallel": "tensor_model_parallel_size" in sizes,
-        "pipeline_dtype": torch.float32,
-        **sizes,
-        **RECOMPUTE[recompute],
-        **options,
-    }
-    num_chunks = sizes.get("virtual_pipeline_model_parallel_size", 1)
-    if num_chunks > 1:  # with two stages any other way mixes up messages; upstream refuses it
-        options |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
-    made = config(**options)
-    prepare(made)
-    chunks = []
-    for number in range(num_chunks):
-        stage = number if num_chunks > 1 else None
-        where = {"ignore_virtual": False, "vp_stage": stage}
-        spec = get_gpt_decoder_block_spec(made, use_transformer_engine=False, vp_stage=stage)
-        mtp = get_gpt_mtp_block_spec(made, spec, False) if made.mtp_num_layers else None
-        chunks.append(
-            GPTModel(
-                made,
-                spec,
-                vocab_size=VOCABULARY,
-                max_sequence_length=SEQUENCE,
-                pre_process=mpu.is_pipeline_first_stage(**where),
-                post_process=mpu.is_pipeline_last_stage(**where),
-                position_embedding_type="rope",
-                share_embeddings_and_output_weights=False,
-                mtp_block_spec=mtp,
-                vp_stage=stage,
-            )
-        )
-        fill(chunks[-1])
-    return chunks
-
-
-def fill(chunk: Any) -> None:
-    """Draw each weight by its name in the whole model, and keep this rank's part of it."""
-    from megatron.core import parallel_state as mpu
-    from megatron.core.transformer.transformer_layer import TransformerLayer
-
-    tp_size, tp_rank = (
-        mpu.get_tensor_model_parallel_world_size(),
-        mpu.get_tensor_model_parallel_rank(),
-    )
-    num_local = EXPERTS // mpu.get_expert_model_parallel_world_size()
-    layers = {
-        f"{name}.": f"layer {module.layer_number} "
-        for name, module in chunk.named_modules()
-        if isinstance(module, TransformerLayer)
-    }
-    for name, parameter in chunk.named_parameters():
-        prefix = next((prefix for prefix in layers if name.startswith(prefix)), "")
-        whole_name = layers.get(prefix, "") + name[len(prefix) :]
-        is_split = getattr(parameter, "tensor_model_parallel", False) and tp_size > 1
-        if "local_experts." in whole_name:
-            before, _, after = whole_name.partition("local_experts.")
-            number, _, rest = after.partition(".")
-            expert = int(number) + mpu.get_expert_model_parallel_rank() * num_local
-            whole_name, is_split = f"{before}expert {expert} {rest}", False
-        shape = list(parameter.shape)
-        if is_split:
-            shape[parameter.partition_dim] *= tp_size
-        seed = int(hashlib.sha1(whole_name.encode()).hexdigest()[:8], 16)
-        generator = torch.Generator().manual_seed(seed)
-        value = torch.randn(shape, generator=generator) * 0.3
-        value = value + 1 if parameter.dim() == 1 else value  # the weights of norms
-        value = value * 3 if "router" in whole_name else value
-        if is_split:
-            value = value.chunk(tp_size, parameter.partition_dim)[tp_rank]
-        with torch.no_grad():
-            parameter.copy_(value)
 
 
 @dataclass

@@ -9,12 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tiny import BATCH, SEQUENCE, batch
 
 from megatron_r3 import ReplayError, local_routers
+from proof.fidelity.tiny import BATCH, EXPERTS, SEQUENCE, batch
 
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-TOKENS, EXPERTS = BATCH * SEQUENCE, 8
+TOKENS = BATCH * SEQUENCE
 ASKED = {"moe_router_replay": False, "moe_enable_routing_replay": True}
 
 
@@ -45,12 +44,6 @@ def clear() -> None:
 
     RouterReplay.clear_global_indices()
     RouterReplay.clear_global_router_replay_action()
-
-
-def equal(one: Any, other: Any) -> bool:
-    return torch.equal(one[0], other[0]) and all(
-        torch.equal(gradient, other[1][name]) for name, gradient in one[1].items()
-    )
 
 
 def refusal(what: Callable[[], Any]) -> str:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import SEQUENCE, SHAPE, VOCABULARY, batch, model, start
 
 from megatron_r3.cpu import NotEmulated
 from proof.fidelity.rig.worker import TreeWorker
+from proof.fidelity.tiny import SEQUENCE, SHAPE, VOCABULARY, batch, model, start
 
 HYBRID = "*E*E"
 Losses = tuple[torch.Tensor, dict[str, torch.Tensor]]

@@ -11,13 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import SHAPE
 
 from megatron_r3.cpu.attention import thd_index, zigzag
 from megatron_r3.cpu.errors import NotEmulated
+from proof.fidelity import tiny
 from proof.fidelity.rig.worker import TreeWorker
-
-SEQUENCE, VOCABULARY = 16, 64
 
 
 @pytest.fixture(scope="module")
@@ -26,34 +24,9 @@ def worker(megatron_tree: Path) -> Iterator[TreeWorker]:
         yield worker
 
 
-def start(tp: int = 1, cp: int = 1) -> None:
-    """Process groups and random streams."""
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    torch.distributed.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tp, context_parallel_size=cp, expert_tensor_parallel_size=1
-    )
-    model_parallel_cuda_manual_seed(1)
-
-
-def config(tp: int = 1, cp: int = 1, **options: Any) -> Any:
-    """Two layers, eight experts."""
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    return TransformerConfig(
-        **{
-            **SHAPE,
-            "num_layers": 2,
-            "moe_aux_loss_coeff": 1e-2,
-            "tensor_model_parallel_size": tp,
-            "sequence_parallel": tp > 1,
-            "context_parallel_size": cp,
-            "expert_tensor_parallel_size": 1,
-            **options,
-        }
-    )
+def config(cp: int = 1, **options: Any) -> Any:
+    """A config that an unpatched tree takes."""
+    return tiny.config(moe_router_replay=False, context_parallel_size=cp, **options)
 
 
 def attend(rank: int, cp: int, lengths: list[int], packed: bool, **options: Any) -> Any:
@@ -62,7 +35,7 @@ def attend(rank: int, cp: int, lengths: list[int], packed: bool, **options: Any)
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.enums import AttnMaskType
 
-    start(cp=cp)
+    tiny.start(context_parallel_size=cp)
     attention = DotProductAttention(config(cp=cp, **options), 1, AttnMaskType.causal, "self")
     generator = torch.Generator().manual_seed(5)
     whole = [torch.randn(sum(lengths), 1, n, 8, generator=generator) for n in (4, 2, 2, 4)]
@@ -117,7 +90,7 @@ def packed_against_alone(rank: int) -> float:
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.enums import AttnMaskType
 
-    start()
+    tiny.start()
     attention = DotProductAttention(config(), 1, AttnMaskType.causal, "self")
     real, padded = [5, 8, 3], [8, 8, 4]
     inputs = [torch.randn(sum(padded), n, 8) for n in (4, 2, 2)]
@@ -147,7 +120,7 @@ def refused_attention(rank: int) -> list[str]:
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.enums import AttnMaskType
 
-    start(cp=2)
+    tiny.start(context_parallel_size=2)
     tensors = [torch.randn(8, 1, n, 8) for n in (4, 2, 2)]
     hides_nothing = torch.zeros(1, 1, 8, 16, dtype=torch.bool)
     messages = []

@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny import BATCH, SEQUENCE, config, model, start
+from test_front_door import LENGTHS, drawn_routes, whole_batch
 
 from megatron_r3 import ModelRoutes
 from proof.fidelity.rig.worker import TreeWorker
+from proof.fidelity.tiny import BATCH, LAYERS, SEQUENCE, config, model, start
 
 ROOT = Path(__file__).parents[2]
-LAYERS, EXPERTS, TOPK = 4, 8, 2
-LENGTHS = (11, 16)  # tokens of the two sequences; the rest is padding
 
 
 def example() -> Any:
@@ -33,23 +32,6 @@ def example() -> Any:
     return names["replayed_forward"]
 
 
-def drawn_routes() -> torch.Tensor:
-    """Routes `[L, T, K]` of all rows: distinct ids that no live router would choose."""
-    generator = torch.Generator().manual_seed(0)
-    scores = torch.rand(LAYERS, sum(LENGTHS), EXPERTS, generator=generator)
-    return scores.topk(TOPK, dim=2).indices.to(torch.uint8)
-
-
-def whole_batch() -> dict[str, torch.Tensor]:
-    """Token i of the batch has id i, so that a hidden state tells which token it is."""
-    tokens = torch.arange(BATCH * SEQUENCE).reshape(BATCH, SEQUENCE)
-    rows = torch.full((BATCH, SEQUENCE), -1)
-    rows[0, : LENGTHS[0]] = torch.arange(LENGTHS[0])
-    rows[1, : LENGTHS[1]] = LENGTHS[0] + torch.arange(LENGTHS[1])
-    positions = torch.arange(SEQUENCE).expand(BATCH, -1).contiguous()
-    return {"tokens": tokens, "labels": tokens, "position_ids": positions, "rows": rows}
-
-
 def run_example(rank: int, shift: int) -> dict[str, int]:
     """How many rows of this rank's routing maps are those of the tokens that are there."""
     from megatron.core import parallel_state
@@ -57,7 +39,9 @@ def run_example(rank: int, shift: int) -> dict[str, int]:
     start(tensor_model_parallel_size=2, context_parallel_size=2)
     made = config(tensor_model_parallel_size=2, context_parallel_size=2, sequence_parallel=True)
     gpt = model(made)
-    routes, batch = drawn_routes(), whole_batch()
+    # token i of the batch has id i, so that a hidden state tells which token it is
+    tokens = torch.arange(BATCH * SEQUENCE).reshape(BATCH, SEQUENCE)
+    routes, batch = drawn_routes(), {**whole_batch(), "tokens": tokens, "labels": tokens}
     seen: dict[str, Any] = {"maps": {}}
     gpt.decoder.register_forward_pre_hook(
         lambda _, args, kwargs: seen.update(hidden=[*args, *kwargs.values()][0].detach()),
@@ -67,7 +51,7 @@ def run_example(rank: int, shift: int) -> dict[str, int]:
         layer.mlp.router.register_forward_hook(
             lambda _, args, out, number=number: seen["maps"].update({number: out[1].detach()})
         )
-    routes_LTK = routes.roll(shift, dims=1).numpy()
+    routes_LTK = drawn_routes(shift)
     example()(gpt, made, ModelRoutes(gpt), dict(batch), routes_LTK, list(range(LAYERS)))
 
     # which token each hidden state is: its embedding, compared with those of the whole vocabulary

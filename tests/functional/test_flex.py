@@ -9,11 +9,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from tiny import BATCH, SEQUENCE, batch, config, model, start
 
 from megatron_r3.replay.active import MicrobatchRoutes, replaying
 from proof.fidelity.observe import Observer
 from proof.fidelity.rig.worker import TreeWorker
+from proof.fidelity.tiny import BATCH, SEQUENCE, batch, config, model, start
 
 EP2: dict[str, Any] = {
     "expert_model_parallel_size": 2,

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import re
-import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tiny import BATCH, SEQUENCE, batch, config, model, start
 from training import arguments, train
 
 from megatron_r3 import ModelRoutes, RouteArrays, begin, end, replaying, router_mismatch
@@ -22,10 +20,21 @@ from megatron_r3.replay.active import active_microbatch
 from megatron_r3.replay.microbatch import MicrobatchRoutes, ReplayError
 from proof.fidelity.rig.rank_process import RankError
 from proof.fidelity.rig.worker import TreeWorker
+from proof.fidelity.tiny import (
+    BATCH,
+    EXPERTS,
+    FULL,
+    LAYERS,
+    SEQUENCE,
+    TOPK,
+    batch,
+    config,
+    fill,
+    model,
+    start,
+)
 
-LAYERS, EXPERTS, TOPK = 4, 8, 2
 LENGTHS = (11, 16)  # tokens of the two sequences; the rest is padding
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 LAYOUTS = {
     "EP2": (2, {"expert_model_parallel_size": 2}),
     "TP2+SP": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
@@ -37,12 +46,15 @@ LAYOUTS = {
 }
 
 
-def drawn_routes(shift: int = 0) -> RouteArrays:
-    """Distinct ids that no live router would choose, of the rows of both sequences."""
+def drawn_routes(shift: int = 0) -> np.ndarray:
+    """Distinct ids `[L, T, K]` that no live router would choose, of the rows of both sequences."""
     generator = torch.Generator().manual_seed(0)
     scores = torch.rand(LAYERS, sum(LENGTHS), EXPERTS, generator=generator)
-    ids_LTK = scores.topk(TOPK, dim=2).indices.roll(shift, dims=1).numpy()
-    return RouteArrays(ids_LTK, EXPERTS, range(LAYERS))
+    return scores.topk(TOPK, dim=2).indices.roll(shift, dims=1).numpy()
+
+
+def drawn(shift: int = 0) -> RouteArrays:
+    return RouteArrays(drawn_routes(shift), EXPERTS, range(LAYERS))
 
 
 def whole_batch() -> dict[str, torch.Tensor]:
@@ -59,43 +71,18 @@ def whole_batch() -> dict[str, torch.Tensor]:
     }
 
 
-def same_weights(gpt: Any) -> Any:
-    """Give every weight values that depend on its name alone, and so not on the rank's layout.
-
-    Megatron's own start draws from one stream, which a rank with fewer experts leaves earlier.
-    """
-    from megatron.core import mpu
-
-    ranks, rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
-    for name, weight in gpt.named_parameters():
-        if weight.dim() < 2:
-            continue  # norms are ones
-        expert = re.search(r"layers\.(\d+)\.mlp\.experts\.local_experts\.(\d+)\.(.*)", name)
-        if expert is not None:
-            layer, local, rest = expert.groups()
-            indices = gpt.decoder.layers[int(layer)].mlp.local_expert_indices
-            name = f"layer {layer}, expert {indices[int(local)]}, {rest}"
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        shape = list(weight.shape)
-        split = expert is None and getattr(weight, "tensor_model_parallel", False)
-        if split:
-            shape[weight.partition_dim] *= ranks
-        whole = torch.randn(shape, generator=generator) * 0.2
-        weight.data.copy_(whole.chunk(ranks, weight.partition_dim)[rank] if split else whole)
-    return gpt
-
-
 def replayed(
     rank: int, sizes: dict[str, Any], shift: int = 0, wrong_plan: bool = False
 ) -> dict[str, Any]:
     """Loss and router gradients, summed over the ranks, of one replayed pass; the plan's layers."""
     groups = {name: size for name, size in sizes.items() if name.endswith("parallel_size")}
     start(**groups)
-    gpt = same_weights(model(config(moe_router_replay_verify_plan=True, **sizes)))
+    gpt = model(config(moe_router_replay_verify_plan=True, **sizes))
+    fill(gpt)
     model_routes = ModelRoutes(gpt)
     whole = whole_batch()
     part = model_routes.layout.split(whole, whole)
-    source = drawn_routes(shift)
+    source = drawn(shift)
     mean = model_routes.layout.mean_tokens(whole["rows"])
     routes = model_routes.microbatch(
         source, part["rows"], counted_BS=part["counted"], mean_tokens=mean
@@ -131,7 +118,7 @@ def test_every_layout_is_one_process(patched: TreeWorker, layout: str) -> None:
     for layer, gradient in want["gradients"].items():
         parts = [r["gradients"][layer] for r in (results if split else results[:1])]
         got = torch.stack(parts).sum(0)
-        assert torch.allclose(got, gradient, rtol=1e-4, atol=1e-6 * float(gradient.abs().max()))
+        assert torch.allclose(got, gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max()))
     assert all(result["planned"] == [1, 2, 3, 4] for result in results)
     if split:
         for layer, counts in want["mismatch"].items():
@@ -156,7 +143,7 @@ def begun_and_ended(rank: int) -> dict[str, Any]:
     """`begin` and `end` around a pass, an abandoned one, one that raises, and one forgotten."""
     start()
     gpt = model(config(**FULL))
-    whole, source = whole_batch(), drawn_routes()
+    whole, source = whole_batch(), drawn()
     model_routes = ModelRoutes(gpt)
 
     def forward() -> torch.Tensor:
@@ -229,7 +216,7 @@ def refused(rank: int, name: str) -> str:
         source = {
             "experts": lambda: RouteArrays(ids_LTK, 16, range(LAYERS)),
             "layers": lambda: RouteArrays(ids_LTK[:3], EXPERTS, (0, 1, 3)),
-        }.get(name, drawn_routes)()
+        }.get(name, drawn)()
         rows = whole["rows"].int() if name == "dtype" else whole["rows"]
         model_routes.microbatch(source, rows + 5 * (name == "rows"))
     except (ValueError, IndexError) as error:

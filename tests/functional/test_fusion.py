@@ -13,7 +13,6 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from training import train
 
@@ -27,13 +26,9 @@ from megatron_r3.replay.gate import (
     substitute_gate,
 )
 from megatron_r3.replay.tally import Tally
+from proof.fidelity import tiny
 from proof.fidelity.rig.worker import TreeWorker
 
-RECOMPUTE = {
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
-}
 OPTIONS: dict[str, dict[str, Any]] = {
     "softmax": {},
     "before top-k, scaled": {"moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 2.5},
@@ -59,16 +54,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "moe_router_score_function": "sigmoid",
         "moe_router_num_groups": 4,
         "moe_router_group_topk": 2,
-        **RECOMPUTE,
+        **tiny.FULL,
     },
     "live bias, full recompute": {
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
         "moe_router_replay_expert_bias": "live",
-        **RECOMPUTE,
+        **tiny.FULL,
     },
     "float64 router": {"moe_router_dtype": "fp64"},
-    "full recompute": RECOMPUTE,
+    "full recompute": tiny.FULL,
 }
 
 

@@ -12,11 +12,11 @@ from typing import Any
 import grouped_experts
 import numpy as np
 import pytest
-import tiny
 import torch
 from skewed_routes import Gradients, furthest, skewed
 from training import same
 
+from proof.fidelity import tiny
 from proof.fidelity.rig.rank_process import RankError
 from proof.fidelity.rig.worker import TreeWorker
 

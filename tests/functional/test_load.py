@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import config, start
 
 from megatron_r3.replay.active import MicrobatchRoutes, replaying
 from megatron_r3.replay.rows import spread_padding
 from proof.fidelity.rig.worker import TreeWorker
+from proof.fidelity.tiny import config, start
 
 T, E, K, H = 48, 8, 2, 32
 BALANCED: dict[str, Any] = {

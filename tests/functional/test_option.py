@@ -9,10 +9,10 @@ from dataclasses import fields, replace
 from typing import Any
 
 import pytest
-from tiny import config, model, start
 
 from megatron_r3.seams import option
 from proof.fidelity.rig.worker import TreeWorker
+from proof.fidelity.tiny import FULL, config, model, start
 
 # Of each field: its default, a flag of it, and the value that the flag gives.
 OPTIONS: dict[str, tuple[Any, list[str], Any]] = {
@@ -116,7 +116,6 @@ def test_an_engine_that_records_has_no_fused_router(patched: TreeWorker) -> None
 WITHOUT = "graphs_without_router"
 ROUTER = ["moe_router", "moe_preprocess"]
 CAPTURED = ["attn", *ROUTER]
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 def graphs(rank: int, asked: Any, impl: str, modules: Any, options: dict[str, Any]) -> Any:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import BATCH, SEQUENCE, VOCABULARY, batch, config, model, start
 
 from proof.fidelity.rig.worker import TreeWorker
+from proof.fidelity.tiny import BATCH, SEQUENCE, VOCABULARY, batch, config, model, start
 
 TEMPERATURE, SAMPLERS_ROWS = 0.7, VOCABULARY - 3  # the last rows are the trainer's padding
 SEVERAL = {"tensor_model_parallel_size": 2}

@@ -9,10 +9,10 @@ import pytest
 import torch
 from replay_layouts import (
     LAYOUTS,
+    RECOMPUTE,
     Data,
     Step,
     live,
-    make_chunks,
     own_rows,
     replay_as_upstream_says,
     replay_natively,
@@ -23,11 +23,12 @@ from slow import slow
 
 from megatron_r3 import local_routers
 from proof.fidelity.rig.worker import TreeWorker
+from proof.fidelity.tiny import make_chunks
 
 
 def reference(rank: int) -> Step:
     """One process, without recompute, by `replaying`; the drop-in is not imported."""
-    chunks = make_chunks({}, "none", moe_router_replay=True)
+    chunks = make_chunks({}, moe_router_replay=True)
     step = run_step(chunks, Data(), replay_natively)
     step.maps = []
     return step
@@ -42,7 +43,7 @@ def in_a_layout(rank: int, layout: str, recompute: str) -> dict[str, Any]:
     """A forward-only pass that nobody clears, a step, its controls, and record and replay."""
     import megatron_r3.frameworks.router_replay  # noqa: F401
 
-    chunks = make_chunks(LAYOUTS[layout][1], recompute, moe_enable_routing_replay=True)
+    chunks = make_chunks(LAYOUTS[layout][1], moe_enable_routing_replay=True, **RECOMPUTE[recompute])
     data = Data()
     with torch.no_grad():
         run_step(chunks, Data(1), replay_as_upstream_says, forward_only=True)
@@ -107,7 +108,7 @@ def record_and_replay(rank: int, layout: str, recompute: str) -> dict[str, bool]
 
     import megatron_r3.frameworks.router_replay  # noqa: F401
 
-    chunks = make_chunks(LAYOUTS[layout][1], recompute, moe_enable_routing_replay=True)
+    chunks = make_chunks(LAYOUTS[layout][1], moe_enable_routing_replay=True, **RECOMPUTE[recompute])
     data = Data()
     lived = run_step(chunks, data, live)
     kept: dict[int, list[torch.Tensor]] = {}

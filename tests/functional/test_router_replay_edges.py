@@ -9,12 +9,12 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from router_targets import ASKED, FULL, clear, equal, forward, give, refusal, targets
-from tiny import config, loss_and_gradients, model, start
+from router_targets import ASKED, clear, forward, give, refusal, targets
 
 from megatron_r3 import MicrobatchRoutes, local_routers, replaying
 from megatron_r3.replay.active import active_microbatch
 from proof.fidelity.rig.worker import TreeWorker
+from proof.fidelity.tiny import FULL, config, loss_and_gradients, model, same, start
 
 # -- several models, several passes
 
@@ -49,12 +49,12 @@ def two_models(rank: int) -> dict[str, bool]:
     give(first, targets())
     return {
         "both are in the list": listed == 8,
-        "as replaying": equal(alone, native),
+        "as replaying": same(alone, native),
         "replaying around an action is an error": "no router took them" in both,
-        "the other model in between": equal(alone, (loss.detach(), mixed)),
-        "the other model replays its own": not equal(other, live) and not equal(other, alone),
-        "the other model is live again": equal(live, beside),
-        "an emptied list": equal(alone, loss_and_gradients(first, nullcontext())),
+        "the other model in between": same(alone, (loss.detach(), mixed)),
+        "the other model replays its own": not same(other, live) and not same(other, alone),
+        "the other model is live again": same(live, beside),
+        "an emptied list": same(alone, loss_and_gradients(first, nullcontext())),
     }
 
 
@@ -82,7 +82,7 @@ def errors(rank: int) -> dict[str, Any]:
         told[f"{what}: nothing is left"] = active_microbatch() is None and all(
             hook.target_topk_idx is None and hook.router_replay_action is None for hook in hooks
         )
-        told[f"{what}: live again"] = equal(live, loss_and_gradients(gpt, nullcontext()))
+        told[f"{what}: live again"] = same(live, loss_and_gradients(gpt, nullcontext()))
 
     give(gpt, targets())
     hooks[2].clear_indices()
@@ -190,6 +190,6 @@ def test_off_upstreams_class_is_untouched(patched: TreeWorker, unpatched: TreeWo
     assert dropped_in[0] == ["BoundRouterReplay"]
     assert theirs[1] == on_ours[1] == dropped_in[1] == ["NoneType"]
     for other in (on_ours, dropped_in):
-        assert equal(theirs[2], other[2])
-    assert equal(theirs[3], on_ours[3])
-    assert not equal(theirs[2], theirs[3])
+        assert same(theirs[2], other[2])
+    assert same(theirs[3], on_ours[3])
+    assert not same(theirs[2], theirs[3])

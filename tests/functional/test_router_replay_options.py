@@ -10,12 +10,21 @@ from typing import Any
 
 import pytest
 import torch
-from router_targets import ASKED, EXPERTS, FULL, TOKENS, clear, equal, give, targets, wanted_maps
-from tiny import SEQUENCE, config, loss_and_gradients, model, start
+from router_targets import ASKED, TOKENS, clear, give, targets, wanted_maps
 from watch import maps_of, watched_plans
 
 from megatron_r3 import MicrobatchRoutes, local_routers, replaying
 from proof.fidelity.rig.worker import TreeWorker
+from proof.fidelity.tiny import (
+    EXPERTS,
+    FULL,
+    SEQUENCE,
+    config,
+    loss_and_gradients,
+    model,
+    same,
+    start,
+)
 
 # -- rows that are no routes
 
@@ -53,13 +62,13 @@ def bad_rows(rank: int, recompute: bool) -> dict[str, Any]:
         live_T[layer][rows] = True
     clear()
     by_hand = MicrobatchRoutes(ids, live_T=live_T, checked=True)
-    claims["loss and gradients"] = equal(loss_and_gradients(gpt, replaying(by_hand)), result)
+    claims["loss and gradients"] = same(loss_and_gradients(gpt, replaying(by_hand)), result)
     # control: live in all layers is another step
     anywhere_T = live_T[2] | live_T[4]
     every = loss_and_gradients(
         gpt, replaying(MicrobatchRoutes(ids, live_T=anywhere_T, checked=True))
     )
-    claims["live in all layers would show"] = not equal(every, result)
+    claims["live in all layers would show"] = not same(every, result)
     return claims
 
 

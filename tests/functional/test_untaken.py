@@ -8,12 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny import BATCH, SEQUENCE, batch, config, loss_and_gradients, model, start
 
 from megatron_r3.replay.active import MicrobatchRoutes, Mode, ReplayError, recording, replaying
 from proof.fidelity.rig.worker import TreeWorker
+from proof.fidelity.tiny import (
+    BATCH,
+    FULL,
+    SEQUENCE,
+    batch,
+    config,
+    loss_and_gradients,
+    model,
+    start,
+)
 
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 TOKENS = BATCH * SEQUENCE
 
 

@@ -14,13 +14,13 @@ import json
 from collections import Counter
 from typing import Any
 
-import tiny
 import torch
 
 from megatron_r3.replay.active import MicrobatchRoutes, bind_to_microbatch, replaying
 from megatron_r3.replay.tally import Tally
 from proof.benchmarks.layers_model import start
 from proof.benchmarks.waits import WAITS, instrument
+from proof.fidelity import tiny
 
 CUDA = torch.cuda.is_available()
 TOKENS, EXPERTS, TOPK = 512, 8, 2
