@@ -19,9 +19,10 @@ from pathlib import Path
 
 from demo import megatron_server, sglang_server, task, vllm_server
 from demo.installation import BUILD, ServerError
+from demo.server_process import run_server
 
 ROOT = Path(__file__).parents[1]
-SERVERS = {"vllm": vllm_server.serve, "sglang": sglang_server.serve}
+SERVERS = {"vllm": vllm_server, "sglang": sglang_server}
 ENGINES = ("transformers", *SERVERS, "megatron")
 NUM_PROMPTS, SAMPLES_PER_PROMPT = 64, 8
 FIRST_PROMPT = 10_000_000  # far from the problems of the training
@@ -44,7 +45,6 @@ def main() -> int:
     parser.add_argument("--model", type=Path, required=True, help="a transformers directory")
     parser.add_argument("--out", type=Path, required=True, help="gets prompts.jsonl and rollouts/")
     parser.add_argument("--prompts", type=int, default=NUM_PROMPTS, metavar="N")
-    parser.add_argument("--build", type=Path, default=BUILD, help="where engines are installed")
     parser.add_argument("--megatron", type=Path, help="with megatron: a patched tree")
     parser.add_argument("--checkpoint", type=Path, help="with megatron: what the server loads")
     args = parser.parse_args()
@@ -59,10 +59,14 @@ def main() -> int:
     try:
         with ExitStack() as stack:
             if args.engine in SERVERS:
-                server = SERVERS[args.engine](args.model, args.build)
+                model = args.model.resolve()
+                words, environment = SERVERS[args.engine].template(model)
+                values = {"model": str(model), "version": "model"}
+                log = BUILD / f"{args.engine}.log"
+                server = run_server(args.engine, words, values, environment, log)
                 collect += ["--url", stack.enter_context(server)]
             elif args.engine == "megatron":
-                server = megatron_server.serve(args.checkpoint, args.megatron, args.build)
+                server = megatron_server.serve(args.checkpoint, args.megatron)
                 collect += ["--url", stack.enter_context(server)]
             else:
                 env["OMP_NUM_THREADS"] = "1"  # a tiny model: threads would wait for each other

@@ -5,22 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-# the names in summary.json, and the tags under which Megatron writes them to TensorBoard
-_TAGS = {
-    "k3_kl": "k3 kl",
-    "extreme_2": "extreme",
-    "mean_abs_dlogp": "abs dlogp",
-    "router_mismatch": "router mismatch",
-    "token_mismatch": "token mismatch",
-    "routes_dispatched_as_recorded": "routes dispatched as recorded",
-}
-_WORDS = {
-    "k3_kl": "k3 KL, sampler to trainer",
-    "extreme_2": "tokens with a ratio outside 1/2..2",
-    "mean_abs_dlogp": "mean |log-prob difference|",
-    "router_mismatch": "router mismatch: (token, layer) pairs whose live experts differ",
-    "token_mismatch": "token mismatch: tokens with at least one such pair",
-    "routes_dispatched_as_recorded": "routes dispatched as recorded",
+# of each name in summary.json: the tag of the value in TensorBoard, and the words of the table
+_VALUES = {
+    "k3_kl": ("k3 kl", "k3 KL, sampler to trainer"),
+    "extreme_2": ("extreme", "tokens with a ratio outside 1/2..2"),
+    "mean_abs_dlogp": ("abs dlogp", "mean |log-prob difference|"),
+    "router_mismatch": (
+        "router mismatch",
+        "router mismatch: (token, layer) pairs whose live experts differ",
+    ),
+    "token_mismatch": ("token mismatch", "token mismatch: tokens with at least one such pair"),
+    "routes_dispatched_as_recorded": (
+        "routes dispatched as recorded",
+        "routes dispatched as recorded",
+    ),
 }
 
 
@@ -40,7 +38,7 @@ def measured(events: Path) -> dict[str, Any]:
     series = series_of(events)
     return {
         # [0]: step 0, before any update: trainer and sampler have the same weights
-        **{name: series[tag][0] for name, tag in _TAGS.items()},
+        **{name: series[tag][0] for name, (tag, _) in _VALUES.items()},
         "loss": series["policy loss"],
         "grad_norm": series["grad-norm"],
         "reward_mean": series["reward"][0],
@@ -63,7 +61,7 @@ def table(summary: dict[str, Any]) -> str:
         "",
         f"{'':66}{'live':>10}{'replay':>10}{'live / replay':>15}",
     ]
-    for name, words in _WORDS.items():
+    for name, (_, words) in _VALUES.items():
         live, replay = summary["live"][name], summary["replay"][name]
         ratio = f"{live / replay:.2f}" if replay and name in ("k3_kl", "mean_abs_dlogp") else ""
         lines.append(f"{words:66}{live:10.5f}{replay:10.5f}{ratio:>15}")

@@ -1,4 +1,4 @@
-"""A real SGLang server on this machine's CPU, for the time of a `with` block.
+"""The command of a real SGLang server on this machine's CPU.
 
 The server takes new weights in place: POST /update_weights_from_disk with the JSON
 `{"model_path": DIRECTORY, "weight_version": "7", "flush_cache": true}`. Without `flush_cache` the
@@ -9,12 +9,9 @@ old and new weights.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from demo.installation import BUILD
-from demo.server_process import run_server
 from demo.sglang_install import install
 
 CPU = Path(__file__).with_name("sglang_cpu")  # its sitecustomize.py runs in every process
@@ -24,20 +21,6 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 MOST_REQUESTS = 32  # at a time; `rollouts collect` sends as many
-
-
-@contextmanager
-def serve(model: str | Path, build: Path = BUILD) -> Iterator[str]:
-    """Run a server of `model` while the block runs; yields its address.
-
-    Raises:
-        ServerError: SGLang cannot be installed, or the server does not come up.
-    """
-    model = Path(model).resolve()
-    words, env = template(model, build)
-    values = {"model": str(model), "version": "model"}
-    with run_server("SGLang", words, values, env, build / "sglang.log") as url:
-        yield url
 
 
 def template(

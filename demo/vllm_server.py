@@ -1,4 +1,4 @@
-"""A real vLLM server on this machine's CPU, for the time of a `with` block.
+"""The command of a real vLLM server on this machine's CPU.
 
 The first run installs vLLM into build/vllm, an environment of its own, because its pinned versions
 differ from the trainer's.
@@ -7,12 +7,9 @@ differ from the trainer's.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from demo.installation import BUILD
-from demo.server_process import run_server
 from demo.vllm_install import install
 
 ENVIRONMENT = {
@@ -21,20 +18,6 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "TORCHDYNAMO_DISABLE": "1",  # otherwise the first requests wait for a C++ compiler
 }
-
-
-@contextmanager
-def serve(model: str | Path, build: Path = BUILD) -> Iterator[str]:
-    """Run a server of `model` while the block runs; yields its address.
-
-    Raises:
-        ServerError: vLLM cannot be installed, or the server does not come up.
-    """
-    model = Path(model).resolve()
-    words, env = template(model, build)
-    values = {"model": str(model), "version": "model"}
-    with run_server("vLLM", words, values, env, build / "vllm.log") as url:
-        yield url
 
 
 def template(

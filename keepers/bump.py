@@ -205,8 +205,7 @@ def open_workplace(work: Path, repo: Path, job: Job) -> None:
         note = work / ".git" / _NOTE
         if not note.is_file() or note.read_text() != job.note:
             raise PatchingError(
-                f"{work} is there, and is not the checkout of this bump: remove it, or choose "
-                "another --work"
+                f"{work} is there, and is not the checkout of this bump: move it away"
             )
         return
     with new_folder(work) as folder:

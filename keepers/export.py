@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
-from keepers.clone import borrow, git_path, refuse_unfinished, resolve
+from keepers.clone import borrow, git_path, refuse_unfinished
 from keepers.rules import broken_rules, plan_numbers
 from megatron_r3.patching.git import PatchingError, git, names, run_git
 from megatron_r3.patching.series import Patch, Series, read_patch, read_series
@@ -56,32 +56,30 @@ class Exported:
 
 @dataclass(frozen=True)
 class Base:
-    """The commit a series starts from; `tree` is None if versions.toml does not name the commit."""
+    """The commit a series starts from."""
 
     line: Line
     commit: str
-    tree: KnownTree | None
+    tree: KnownTree
 
 
 class MailFailed(PatchingError):
     """git am stopped at a patch, and is still in progress in the checkout."""
 
 
-def export_series(
-    root: Path, patches: Path, *, line: str = "", base: str = "", check: bool = False
-) -> Exported:
-    """Export the commits of the checkout `root` above `base` to the folder of `line`.
+def export_series(root: Path, patches: Path, *, line: str = "", check: bool = False) -> Exported:
+    """Export the commits of the checkout `root` above its base to the folder of `line`.
 
-    Without `base`, the base is the nearest commit of a known tree, of `line` if it is given. With
-    `check` nothing is written. If HEAD is the base itself, `check` commits the series in a
-    temporary repository and exports it from there. All files are written or none.
+    The base is the nearest commit of a known tree, of `line` if it is given. With `check` nothing
+    is written. If HEAD is the base itself, `check` commits the series in a temporary repository and
+    exports it from there. All files are written or none.
 
     Raises:
         PatchingError: the checkout or a commit is not fit for export; the message says why.
     """
     root, versions = root.resolve(), read_versions(patches)
     refuse_unfinished(root)
-    start = find_base(root, versions, line, base)
+    start = find_base(root, versions, line)
     folder = start.line.folder
     if check and not commits_above(root, start.commit):
         new = reexport(root, start.commit, read_series(folder), start.tree)
@@ -234,30 +232,19 @@ def am_stopped_at(root: Path) -> int:
     return int((state / "next").read_text()) if (state / "applying").exists() else 0
 
 
-def find_base(root: Path, versions: Versions, line: str = "", base: str = "") -> Base:
-    """The commit below HEAD that the series of `line` starts from: `base`, or the nearest known.
+def find_base(root: Path, versions: Versions, line: str = "") -> Base:
+    """The nearest commit below HEAD that the series of `line`, or of any line, starts from.
 
     Raises:
-        PatchingError: HEAD is above no known tree, or is equally near to the trees of two lines; or
-            `base` is given without `line`.
+        PatchingError: HEAD is above no known tree, or is equally near to the trees of two lines.
     """
-    if base:
-        if not line:
-            raise PatchingError(
-                "--base does not say which release line the patches are for: give --line too"
-            )
-        commit = resolve(root, base)
-        trees = [tree for tree in versions.line(line).trees if tree.commit == commit]
-        return Base(versions.line(line), commit, trees[0] if trees else None)
     lines = [versions.line(line)] if line else versions.lines
     known = [Base(each, tree.commit, tree) for each in lines for tree in each.trees if tree.commit]
     distances = {commit: distance for distance, (commit, *_) in enumerate(_history(root))}
     below = [start for start in known if start.commit in distances]
     if not below:
-        known_names = names([start.tree.name for start in known if start.tree])
-        raise PatchingError(
-            f"HEAD of {root} is above no known commit ({known_names}); give --base and --line"
-        )
+        known_names = names([start.tree.name for start in known])
+        raise PatchingError(f"HEAD of {root} is above no known commit ({known_names})")
     shortest = min(distances[start.commit] for start in below)
     nearest = [start for start in below if distances[start.commit] == shortest]
     if len({start.line.name for start in nearest}) > 1:

@@ -1,8 +1,8 @@
 """`python -m keepers.patches`: check the patches, write them from commits, start a release line.
 
     python -m keepers.patches verify REPO [--line LINE]
-    python -m keepers.patches export TREE [--line LINE] [--base REV] [--check]
-    python -m keepers.patches bump OLD NEW --repo CLONE [--name LINE] [--work DIR]
+    python -m keepers.patches export TREE [--line LINE] [--check]
+    python -m keepers.patches bump OLD NEW --repo CLONE [--name LINE]
 
 `make verify`, `make export` and `make bump` run these commands.
 """
@@ -39,8 +39,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     argument("tree", type=Path, metavar="TREE", help="a checkout that has the patches as commits")
     argument("--line", default="", help="release line (default: that of the nearest known commit)")
-    hint = "commit below the patches (default: the nearest known commit)"
-    argument("--base", default="", metavar="REV", help=hint)
     hint = "write nothing; exit with 1 if a byte would change"
     argument("--check", action="store_true", help=hint)
 
@@ -53,7 +51,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     argument("--repo", type=Path, required=True, metavar="CLONE", help=hint)
     hint = "name of the new line (default: core_r0.20.0 for the tag core_v0.20.0)"
     argument("--name", default="", metavar="LINE", help=hint)
-    argument("--work", type=Path, metavar="DIR", help="work folder (default: build/bump/LINE)")
     return run_command(parser, argv)
 
 
@@ -80,8 +77,7 @@ def run_verify(args: argparse.Namespace) -> int:
 
 def run_export(args: argparse.Namespace) -> int:
     """Print which patches were written; refuse if --check finds that a patch would change."""
-    options = {"line": args.line, "base": args.base, "check": args.check}
-    done = export_series(args.tree, patches_of(args), **options)
+    done = export_series(args.tree, patches_of(args), line=args.line, check=args.check)
     differ = names(done.differ, most=99)
     if args.check and done.differ:
         raise PatchingError(
@@ -98,7 +94,7 @@ def run_export(args: argparse.Namespace) -> int:
 def run_bump(args: argparse.Namespace) -> int:
     """Print what the new line has, which patches it lacks, and what to do next."""
     patches = patches_of(args)
-    done = bump_line(args.old, args.new, args.repo, patches, line=args.name, work=args.work)
+    done = bump_line(args.old, args.new, args.repo, patches, line=args.name)
     made = "was there already" if done.again else f"is new, from {args.old}"
     print(f"{done.line} {made}: {len(done.names)} patches in {patches / done.line}")
     if done.left_out:

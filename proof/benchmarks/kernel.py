@@ -1,7 +1,7 @@
 """Times the replayed gate: the weights and the routing map of given experts.
 
     python -m proof.benchmarks.kernel --out build/bench/kernel.json [--megatron DIR]
-    python -m proof.benchmarks.kernel --out build/bench/kernel.json --device cpu --rehearse
+    python -m proof.benchmarks.kernel --out build/bench/kernel.json --rehearse
 
 The kernel is timed, forward and backward, beside four other ways: (a) the chain of torch calls that
 Megatron-LM runs under replay (with --megatron: Megatron's own function); (b) that chain under
@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     args = _arguments(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
-        print("error: no CUDA device here; try this with --device cpu --rehearse", file=sys.stderr)
+        print("error: no CUDA device here; try this with --rehearse", file=sys.stderr)
         return 2
     # 1 GiB is many times the cache of any GPU
     most, flush, tokens = (3, 1 << 10, (8, 33)) if args.rehearse else (LOOKS[-1], 1 << 30, TOKENS)
@@ -102,12 +102,10 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="kernel", description=str(__doc__).splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="a file or a folder to write to")
     parser.add_argument("--megatron", type=Path, help="a Megatron-LM tree: (a) calls its code")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--rehearse", action="store_true", help="tiny shapes, to try the program")
+    parser.add_argument("--rehearse", action="store_true", help="tiny shapes, on the CPU")
     parser.add_argument("--models", nargs="+", choices=MODELS, help="default: all")
     args = parser.parse_args(argv)
-    if args.device == "cpu" and not args.rehearse:
-        parser.error("--device cpu needs --rehearse: there is no kernel on a CPU")
+    args.device = "cpu" if args.rehearse else "cuda"  # there is no kernel on a CPU
     return args
 
 

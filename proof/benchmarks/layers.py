@@ -2,7 +2,7 @@
 
     python -m proof.benchmarks.layers --megatron TREE --out build/bench/layers.json
     python -m proof.benchmarks.layers --megatron TREE --out RESULTS --model DeepSeek-V3 --spec te
-    python -m proof.benchmarks.layers --megatron TREE --out FILE --device cpu --rehearse
+    python -m proof.benchmarks.layers --megatron TREE --out FILE --rehearse
 
 TREE is a patched Megatron-LM of 0.19. One process runs a few layers of a model in its real sizes,
 with a small vocabulary. The routes are those that the live routers of the same weights choose for
@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"skipped: {missing}")
         return 77
     if cuda and not torch.cuda.is_available():
-        print("error: no CUDA device here; try this with --device cpu --rehearse", file=sys.stderr)
+        print("error: no CUDA device here; try this with --rehearse", file=sys.stderr)
         return 2
     _import_tree(args.megatron.resolve(), cuda)
     model = MODELS[args.model]
@@ -104,8 +104,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="layers", description=str(__doc__).splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="a file or a folder to write to")
     parser.add_argument("--megatron", type=Path, required=True, help="a patched tree of 0.19")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--rehearse", action="store_true", help="tiny layers, to try the program")
+    parser.add_argument("--rehearse", action="store_true", help="tiny layers, on the CPU")
     parser.add_argument("--model", choices=MODELS, default=next(iter(MODELS)))
     parser.add_argument("--spec", choices=SPECS, default="local", help="te: Transformer Engine")
     parser.add_argument(
@@ -121,8 +120,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
         flag = "--" + field.name.replace("_", "-")
         parser.add_argument(flag, type=int, help="default: that of the model")
     args = parser.parse_args(argv)
-    if args.device == "cpu" and not args.rehearse:
-        parser.error("--device cpu needs --rehearse: a CPU's times say nothing here")
+    args.device = "cpu" if args.rehearse else "cuda"
     args.rounds = args.rounds or (3 if args.rehearse else 64)
     if args.rounds < 2:
         parser.error(f"--rounds {args.rounds}: must be at least 2")

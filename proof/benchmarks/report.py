@@ -7,7 +7,6 @@ A test checks that the page has exactly the tables that this module makes of the
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import sys
 from pathlib import Path
@@ -16,16 +15,10 @@ ROOT = Path(__file__).parents[2]
 BENCHES = ("dispatch", "store", "publish", "scale", "balance", "gate")
 
 
-def main(argv: list[str] | None = None) -> int:
+def main() -> int:
     """Write the page; return the exit status."""
-    description = str(__doc__).splitlines()[0]
-    parser = argparse.ArgumentParser(
-        prog="python -m proof.benchmarks.report", description=description
-    )
-    parser.add_argument("--root", type=Path, default=ROOT, help="the checkout (default: this one)")
-    root = parser.parse_args(argv).root
     try:
-        page, text = with_tables(root)
+        page, text = with_tables(ROOT)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -83,20 +83,19 @@ REGIMES = {
 }
 
 
-def runs_of(only: str = "", seeds: int = SEEDS) -> list[Run]:
+def runs_of(only: str = "") -> list[Run]:
     """The runs of the comparison: first all runs with the first seed, then those with the next.
 
     Args:
         only: regimes, or arms in a regime, by their keys and with commas between them, such as
             `bf16,noise/live,noise/r3`; empty for all.
-        seeds: how many seeds each arm has.
 
     Raises:
         ValueError: there is no such regime or arm.
     """
     runs = [
         Run(regime, arm, seed)
-        for seed in range(seeds)
+        for seed in range(SEEDS)
         for regime in REGIMES
         for arm in REGIMES[regime].arms
     ]

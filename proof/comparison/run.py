@@ -1,7 +1,7 @@
 """Runs the comparison: each regime with its arms and several seeds, as runs of the loop.
 
     python -m proof.comparison.run --megatron TREE [--out DIR] [--jobs N] [--only REGIME[/ARM],...]
-        [--seeds N] [--collections N]
+        [--collections N]
 
 Each run is a `megatron-r3 rl run` in a directory of its own. A run that is complete is not
 repeated, so the same command continues what was stopped. DIR/comparison.json has what all complete
@@ -32,7 +32,7 @@ from megatron_r3.loop.config import ConfigError, read_config
 from megatron_r3.loop.processes import signals_raise, start, stop
 from proof.benchmarks.machine import machine_at_start
 from proof.comparison import report
-from proof.comparison.arms import ARMS, COLLECTIONS, REGIMES, SEEDS, Run, runs_of
+from proof.comparison.arms import ARMS, COLLECTIONS, REGIMES, Run, runs_of
 from proof.comparison.start import MODEL, ROOT, make
 from proof.comparison.task import MAX_ANSWER, problem
 
@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     """Do the runs that are not complete yet; return the exit status, 130 if a signal comes."""
     args = _arguments().parse_args(argv)
     try:
-        wanted = runs_of(args.only, args.seeds)
+        wanted = runs_of(args.only)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -67,8 +67,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with signals_raise():
             make(folder / "start", megatron)
-            # runs are in the order of seeds, so more seeds change no port of earlier runs
-            for port, run in enumerate(runs_of("", args.seeds), start=FIRST_PORT):
+            for port, run in enumerate(runs_of(), start=FIRST_PORT):
                 write_config(folder, run, megatron, port, args.collections)
             waiting = [run for run in wanted if not (folder / run.key / RESULT).exists()]
             print(f"{len(wanted)} runs, {len(wanted) - len(waiting)} of them complete", flush=True)
@@ -103,7 +102,6 @@ def _arguments() -> argparse.ArgumentParser:
     add("--jobs", type=_count, default=2, help="runs at a time; each takes about one core")
     only = "only the runs of these regimes, or of these arms in a regime"
     add("--only", default="", metavar="REGIME[/ARM],...", help=only)
-    add("--seeds", type=_count, default=SEEDS)
     add("--collections", type=_count, default=COLLECTIONS, help="of each run")
     return parser
 
@@ -246,7 +244,7 @@ def finish(folder: Path, run: Run, status: int, seconds: float, collections: int
 
 def collected(folder: Path) -> list[dict[str, Any]]:
     """The results of all complete runs, also those of earlier calls."""
-    files = (folder / run.key / RESULT for run in runs_of("", 100))
+    files = (folder / run.key / RESULT for run in runs_of())
     return [json.loads(file.read_text()) for file in files if file.exists()]
 
 

@@ -139,7 +139,7 @@ def take(
         print(f"{step.name}: left for another call: it may take {limit_s} s", flush=True)
         return None
     print(f"{step.name}: runs, for at most {limit_s} s", flush=True)
-    record = ["--out", str(args.out), *(["--device", "cpu", "--rehearse"] * args.rehearse)]
+    record = ["--out", str(args.out), *(["--rehearse"] * args.rehearse)]
     command = step.rehearsal if args.rehearse and step.rehearsal else step.command
     log, began, status = args.out / "logs" / f"{step.name}.log", time.monotonic(), None
     log.unlink(missing_ok=True)

@@ -2,7 +2,7 @@
 
     python -m proof.gpu.training --cases exactness,recorded --spec te --tree TREE --store DIR \\
         --checkpoint DIR --script TREE/pretrain_gpt.py --out RESULTS
-    python -m proof.gpu.training --cases recorded --spec local ... --device cpu --rehearse
+    python -m proof.gpu.training --cases recorded --spec local ... --rehearse
 
 TREE is a patched Megatron-LM of 0.19; DIR are the demo's rollout store and checkpoint. Each case
 writes its rows as they come into a file of RESULTS (proof/benchmarks/machine.py), under the name
@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
             stores=stores,
             folder=folder,
             te=args.spec == "te",
-            cpu=args.device == "cpu",
+            cpu=args.rehearse,
             scale=scale,
         )
         rows = [
@@ -96,11 +96,11 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
         required=True,
         help="layers of Transformer Engine, or Megatron's own",
     )
-    add("--device", choices=("cuda", "cpu"), default="cuda")
-    add("--rehearse", action="store_true", help="tiny trainings, to try the program")
+    add("--rehearse", action="store_true", help="tiny trainings, on the CPU")
     args = parser.parse_args(argv)
-    if (args.device == "cpu") != args.rehearse or (args.rehearse and args.spec == "te"):
-        parser.error("--device cpu and --rehearse need each other, and --spec local")
+    if args.rehearse and args.spec == "te":
+        parser.error("--rehearse needs --spec local")
+    args.device = "cpu" if args.rehearse else "cuda"
     args.cases = args.cases.split(",")
     if unknown := [case for case in args.cases if case not in CASES]:
         parser.error(f"--cases {unknown[0]}: no such case; the cases are {', '.join(CASES)}")

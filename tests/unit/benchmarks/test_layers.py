@@ -101,7 +101,7 @@ MISSING = "Transformer Engine is not installed"
 
 @pytest.mark.skipif(no_transformer_engine() != MISSING, reason="Transformer Engine is here")
 def test_without_transformer_engine_the_step_is_skipped(tmp_path, capsys):
-    out = ["--out", str(tmp_path), "--megatron", str(tmp_path), "--device", "cpu", "--rehearse"]
+    out = ["--out", str(tmp_path), "--megatron", str(tmp_path), "--rehearse"]
     assert layers.main([*out, "--spec", "te"]) == 77
     assert capsys.readouterr().out == f"skipped: {MISSING}\n"
     assert list(tmp_path.iterdir()) == []

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,8 +15,9 @@ RESULTS, PAGE = "proof/benchmarks/results", "proof/benchmarks/README.md"
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
-    """A checkout's page and results."""
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkout's page and results, which the command takes."""
+    monkeypatch.setattr(report, "ROOT", tmp_path)
     shutil.copytree(ROOT / RESULTS, tmp_path / RESULTS)
     shutil.copy(ROOT / PAGE, tmp_path / PAGE)
     return tmp_path
@@ -51,12 +50,10 @@ def test_a_page_that_was_changed_by_hand_is_found(root: Path) -> None:
 def test_the_command(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for recorded in (root / RESULTS).glob("store-cpu-*.json"):
         recorded.unlink()
-    argv = [sys.executable, "-m", "proof.benchmarks.report", "--root", str(root)]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "README.md" in done.stdout
+    assert report.main() == 0
+    assert "README.md" in capsys.readouterr().out
     assert "No run is recorded." in (root / PAGE).read_text()
-    assert report.main(["--root", str(root)]) == 0
+    assert report.main() == 0
     assert capsys.readouterr().out == ""  # nothing is left to write
 
 
@@ -64,7 +61,7 @@ def test_the_command(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_command_refuses_in_one_line(root, capsys, text):
     (root / RESULTS / "store-cpu-2099-01-01.json").write_text(text)
     before = (root / PAGE).read_text()
-    assert report.main(["--root", str(root)]) == 1
+    assert report.main() == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert "not a results file" in error
@@ -74,5 +71,5 @@ def test_the_command_refuses_in_one_line(root, capsys, text):
 
 def test_a_page_without_a_place_for_a_table(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (root / PAGE).write_text("# no marker\n")
-    assert report.main(["--root", str(root)]) == 1
+    assert report.main() == 1
     assert "README.md: expected once the line" in capsys.readouterr().err

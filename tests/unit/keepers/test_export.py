@@ -116,7 +116,7 @@ def test_the_command(upstream, capsys):
     tree, folder = upstream.checkout, upstream.patches / LINE
     arguments = ["export", str(tree), "--patches", str(upstream.patches)]
     same = f"{folder} is what {tree} exports: 4 patches, every byte\n"
-    for flags in (["--check"], [], ["--line", LINE, "--base", TAG]):
+    for flags in (["--check"], [], ["--line", LINE]):
         assert main(arguments + flags) == 0
         assert capsys.readouterr().out == same
     add_commit(upstream, "Do more")
