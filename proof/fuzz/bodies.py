@@ -1,7 +1,13 @@
 """Response bodies with made-up samples, as the servers of vLLM, SGLang and Megatron write them.
 
-The fields are those of the recorded responses in tests/data/vllm, and of the bodies in
-tests/support/engine_bodies.py.
+The fields are those of the recorded responses in tests/data/vllm, and of the engines' serializers:
+
+- vLLM 0.22-0.33, as recorded from 0.30;
+- SGLang: managers/tokenizer_manager.py and managers/detokenizer_manager.py of 0.5.7-0.5.23, and
+  entrypoints/openai/serving_completions.py of 0.5.23;
+- Megatron's server with the patches 0020.
+
+Shape suffixes (docs/glossary.md): K, T, Y.
 """
 
 from __future__ import annotations
@@ -14,7 +20,6 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
-import engine_bodies
 import numpy as np
 
 from megatron_r3.data.engines.shape import ModelShape
@@ -61,10 +66,19 @@ class Answer:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
+def made_rows(rows: int, seed: int, shape: ModelShape) -> np.ndarray:
+    """Made-up ids `[T, Y, K]`, int32, of all hidden layers; those of dense layers are zero."""
+    rng = np.random.default_rng(seed)
+    ids = rng.random((rows, shape.num_hidden_layers, shape.num_experts)).argsort(-1)
+    ids_TYK: np.ndarray = ids[..., : shape.topk].astype(np.int32)
+    dense = [i for i in range(shape.num_hidden_layers) if i not in shape.moe_layers]
+    ids_TYK[:, dense] = 0
+    return ids_TYK
+
+
 def make_rows(rng: random.Random, rows: int, shape: ModelShape) -> np.ndarray:
-    """Made-up ids, int32, rows x hidden layers x top-k; those of dense layers are zero."""
-    made: np.ndarray = engine_bodies.made_rows(rows, rng.getrandbits(64), shape)
-    return made
+    """As `made_rows`, with a seed from `rng`."""
+    return made_rows(rows, rng.getrandbits(64), shape)
 
 
 def make_answer(rng: random.Random, shape: ModelShape, choices: int) -> Answer:
@@ -98,8 +112,13 @@ def int32(rows: np.ndarray) -> str:
 def shaped(rows: np.ndarray) -> list[Any]:
     """Routes as a patched Megatron sends them: bytes in base64, beside their dtype and shape."""
     small = rows.size and rows.min() >= -(1 << 15) and rows.max() < 1 << 15
-    routes: list[Any] = engine_bodies.as_bytes(rows.astype("<i2" if small else "<i4"))
-    return routes
+    return as_bytes(rows.astype("<i2" if small else "<i4"))
+
+
+def as_bytes(rows: np.ndarray) -> list[Any]:
+    """Rows as `shaped` sends them, in their own dtype."""
+    data = base64.b64encode(rows.tobytes()).decode()
+    return ["ndarray", {"data": data, "dtype": str(rows.dtype), "shape": list(rows.shape)}]
 
 
 # -- the parts of a body in the form of OpenAI's API

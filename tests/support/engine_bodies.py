@@ -1,14 +1,13 @@
 """Bodies as each engine's released serializer writes them, around made-up routes.
 
-All go through JSON, so that a decoder sees what a client sees.
+`proof/fuzz/bodies.py` makes most of them. All go through JSON, so that a decoder sees what a client
+sees.
 
 Shape suffixes (docs/glossary.md): K, N, T, Y.
 """
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -18,7 +17,12 @@ import numpy as np
 
 from megatron_r3.data.engines.shape import ModelShape
 from megatron_r3.data.rollout import Rollout
+from proof.fuzz import bodies
+from proof.fuzz.bodies import as_bytes
+from proof.fuzz.bodies import int32 as int32_text
+from proof.fuzz.bodies import npy as npy_text
 
+__all__ = ["as_bytes", "int32_text", "npy_text"]  # beside what is made here
 EXPERTS, TOPK, HIDDEN = 16, 4, 5
 SHAPE = ModelShape(EXPERTS, TOPK, (1, 2, 4), HIDDEN)
 PROMPT, RESPONSE = [11, 12, 13, 14, 15, 16], [21, 22, 23, 24]
@@ -28,12 +32,7 @@ LOGPROBS = [-0.5, -1.25, -2.0, -0.125]
 
 def made_rows(rows: int = ROWS, seed: int = 0, shape: ModelShape = SHAPE) -> np.ndarray:
     """`[T, Y, K]` int32 of all hidden layers; dense ones are zero."""
-    rng = np.random.default_rng(seed)
-    ids = rng.random((rows, shape.num_hidden_layers, shape.num_experts)).argsort(-1)
-    ids = ids[..., : shape.topk].astype(np.int32)
-    dense = [i for i in range(shape.num_hidden_layers) if i not in shape.moe_layers]
-    ids[:, dense] = 0
-    return ids
+    return bodies.made_rows(rows, seed, shape)
 
 
 def moe_ids(rows_TYK: np.ndarray, shape: ModelShape = SHAPE) -> np.ndarray:
@@ -51,81 +50,31 @@ def sent(body: Any) -> Any:
     return json.loads(json.dumps(body))
 
 
-def npy_text(rows: np.ndarray) -> str:
-    """vLLM 0.22-0.33, as recorded from 0.30: a `.npy` of uint8 up to 256 experts, in base64."""
-    stream = io.BytesIO()
-    np.save(stream, rows.astype(np.uint8))
-    return base64.b64encode(stream.getvalue()).decode()
-
-
-def int32_text(rows: np.ndarray) -> str:
-    """SGLang, managers/detokenizer_manager.py: the tensor's bytes in base64, nothing beside them.
-
-    `_extract_routed_experts` in 0.5.7-0.5.9, `_b64_encode_per_request` in 0.5.12-0.5.23.
-    """
-    return base64.b64encode(rows.astype("<i4").tobytes()).decode()
+def answer(rows: np.ndarray, response: list[int] = RESPONSE, **more: Any) -> bodies.Answer:
+    choice = bodies.Choice(response, LOGPROBS[: len(response)], rows, **more)
+    return bodies.Answer(PROMPT, PROMPT, [choice], max_tokens=4)
 
 
 def sglang_item(rows: np.ndarray, response: list[int] = RESPONSE, **meta: Any) -> dict[str, Any]:
-    """A sample of /generate, managers/tokenizer_manager.py of 0.5.7-0.5.23."""
-    return {
-        "text": "made up",
-        "output_ids": response,
-        "meta_info": {
-            "id": "b2b8",
-            "finish_reason": {"type": "length", "length": len(response)},
-            "prompt_tokens": len(PROMPT),
-            "weight_version": "default",
-            "num_retractions": 0,
-            "output_token_logprobs": [
-                [value, token, None] for value, token in zip(LOGPROBS, response, strict=False)
-            ],
-            "completion_tokens": len(response),
-            "cached_tokens": 0,
-            "routed_experts": int32_text(rows),
-            **meta,
-        },
-    }
+    """A sample of /generate."""
+    item, _ = bodies.sglang(answer(rows, response))
+    return {**item, "meta_info": {**item["meta_info"], **meta}}
 
 
 def sglang(rows: np.ndarray) -> tuple[Any, dict[str, Any]]:
-    request = {
-        "input_ids": PROMPT,
-        "sampling_params": {"max_new_tokens": 4},
-        "return_logprob": True,
-        "return_routed_experts": True,
-    }
-    return sent(sglang_item(rows)), request
+    body, request = bodies.sglang(answer(rows))
+    return sent(body), request
 
 
 def sglang_openai(rows: np.ndarray) -> tuple[Any, dict[str, Any]]:
-    """entrypoints/openai/serving_completions.py of 0.5.23: `sglext` beside the choices."""
-    choice = {
-        "index": 0,
-        "text": "made up",
-        "logprobs": {"token_logprobs": LOGPROBS, "tokens": ["a"] * 4, "text_offset": [-1] * 4},
-        "finish_reason": "length",
-        "matched_stop": None,
-        "token_ids": RESPONSE,
-        "prompt_token_ids": PROMPT,
-    }
-    extension = {"routed_experts": int32_text(rows), "cached_tokens_details": None}
-    body = {"id": "b2b8", "object": "text_completion", "choices": [choice], "sglext": extension}
-    return sent(body), {"prompt": PROMPT, "logprobs": 1, "return_routed_experts": True}
+    """`sglext` beside the choices."""
+    body, request = bodies.sglang_openai(answer(rows, names=["a"] * 4))
+    return sent(body), request
 
 
 def vllm(rows: np.ndarray) -> tuple[Any, dict[str, Any]]:
-    choice = {
-        "index": 0,
-        "text": "made up",
-        "logprobs": {"token_logprobs": LOGPROBS, "tokens": ["a"] * 4},
-        "finish_reason": "length",
-        "token_ids": RESPONSE,
-        "prompt_token_ids": PROMPT,
-        "routed_experts": npy_text(rows),
-    }
-    request = {"prompt": PROMPT, "logprobs": 1, "return_token_ids": True}
-    return sent({"object": "text_completion", "choices": [choice]}), request
+    body, request = bodies.completions(answer(rows, names=["a"] * 4))
+    return sent(body), request
 
 
 def vllm_python(rows: np.ndarray) -> tuple[Any, dict[str, Any]]:
@@ -140,12 +89,6 @@ def vllm_python(rows: np.ndarray) -> tuple[Any, dict[str, Any]]:
         routed_experts=rows.astype(np.int32),
     )
     return SimpleNamespace(prompt_token_ids=list(PROMPT), outputs=[output], finished=True), {}
-
-
-def as_bytes(rows: np.ndarray) -> list[Any]:
-    """How a patched server sends rows: patches/*/0020."""
-    data = base64.b64encode(rows.tobytes()).decode()
-    return ["ndarray", {"data": data, "dtype": str(rows.dtype), "shape": list(rows.shape)}]
 
 
 def megatron(
