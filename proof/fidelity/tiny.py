@@ -88,6 +88,28 @@ def model(config: Any, layers: Any = None, **options: Any) -> Any:
     return GPTModel(config, layers, **{**given, **options})
 
 
+def hybrid(pattern: str, **options: Any) -> Any:
+    """A HybridModel of `hybrid_spec`, which is found as `--spec` finds it.
+
+    Args:
+        pattern: a letter for each layer: attention (*), MLP (-) or MoE (E).
+        options: fields of the config.
+    """
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.transformer.spec_utils import import_module
+
+    torch.manual_seed(4)
+    return HybridModel(
+        config(num_layers=len(pattern), is_hybrid_model=True, **options),
+        import_module(("proof.fidelity.hybrid_spec", "spec")),
+        vocab_size=VOCABULARY,
+        max_sequence_length=SEQUENCE,
+        hybrid_layer_pattern=pattern,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    )
+
+
 def make_chunks(
     sizes: dict[str, int], prepare: Callable[[Any], None] = lambda made: None, **options: Any
 ) -> list[Any]:

@@ -2,56 +2,29 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_r3.cpu import NotEmulated
 from proof.fidelity.rig.worker import TreeWorker
-from proof.fidelity.tiny import SEQUENCE, SHAPE, VOCABULARY, batch, model, start
+from proof.fidelity.tiny import LossAndGradients, config, hybrid, loss_and_gradients, model, start
 
 HYBRID = "*E*E"
-Losses = tuple[torch.Tensor, dict[str, torch.Tensor]]
+# nothing that only a patched tree knows
+OPTIONS: dict[str, Any] = {"moe_router_replay": False, "qk_layernorm": False}
 
 
-def config(**options: Any) -> Any:
-    """Two layers, eight experts; nothing that only a patched tree knows."""
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    return TransformerConfig(**{**SHAPE, "num_layers": 2, **options})
+def step(model: Any) -> LossAndGradients:
+    return loss_and_gradients(model, nullcontext())
 
 
-def step(model: Any) -> Losses:
-    """Loss and gradients of a batch."""
-    tokens, positions, labels = batch()
-    loss = model(tokens, positions, None, labels=labels).sum()
-    loss.backward()
-    return loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-
-
-def difference(one: Losses, other: Losses) -> float:
+def difference(one: LossAndGradients, other: LossAndGradients) -> float:
     """The largest difference, relative to the largest value of each tensor."""
     assert one[1].keys() == other[1].keys()
     pairs = [(one[0], other[0]), *((one[1][name], other[1][name]) for name in one[1])]
     return max(float((a - b).abs().max() / b.abs().max().clamp(min=1)) for a, b in pairs)
-
-
-def hybrid(pattern: str, **options: Any) -> Any:
-    """A HybridModel from the spec, found as `--spec` finds it."""
-    from megatron.core.models.hybrid.hybrid_model import HybridModel
-    from megatron.core.transformer.spec_utils import import_module
-
-    torch.manual_seed(4)
-    return HybridModel(
-        config(num_layers=len(pattern), is_hybrid_model=True, **options),
-        import_module(("proof.fidelity.hybrid_spec", "spec")),
-        vocab_size=VOCABULARY,
-        max_sequence_length=SEQUENCE,
-        hybrid_layer_pattern=pattern,
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
-    )
 
 
 def name_in_hybrid(name: str) -> str:
@@ -66,10 +39,10 @@ def name_in_hybrid(name: str) -> str:
 def hybrid_and_gpt(rank: int, options: dict[str, Any]) -> dict[str, Any]:
     """A hybrid model and the GPT with the same weights."""
     start()
-    gpt = model(config(**options))
+    options = {**OPTIONS, **options}
+    gpt = model(config(num_layers=2, **options))
     same = hybrid(HYBRID, **options)
     fresh = step(same)
-    same.zero_grad(set_to_none=True)
     weights = {name_in_hybrid(n): p for n, p in gpt.named_parameters()}
     assert weights.keys() == dict(same.named_parameters()).keys()
     same.load_state_dict(weights, strict=False)
@@ -99,7 +72,7 @@ def test_a_hybrid_model_is_the_gpt_of_its_layers(unpatched, experts, qk_layernor
 
 def dense_layers(rank: int) -> list[Any]:
     start()
-    some = hybrid("*-E")
+    some = hybrid("*-E", **OPTIONS)
     loss, gradients = step(some)
     assert loss.isfinite()
     return [type(layer.mlp).__name__ for layer in some.decoder.layers] + [
@@ -114,7 +87,7 @@ def test_a_dense_layer(unpatched: TreeWorker) -> None:
 def refused(rank: int, pattern: str) -> str:
     start()
     with pytest.raises(NotEmulated) as error:
-        hybrid(pattern)
+        hybrid(pattern, **OPTIONS)
     return str(error.value)
 
 

@@ -18,8 +18,8 @@ from proof.fidelity.rig.worker import TreeWorker
 from proof.fidelity.tiny import (
     EXPERTS,
     FULL,
-    SEQUENCE,
     config,
+    hybrid,
     loss_and_gradients,
     model,
     same,
@@ -166,25 +166,14 @@ def test_mismatch_counts_are_those_of_a_live_topk(patched: TreeWorker) -> None:
 # -- another class of block
 
 
-def hybrid(rank: int) -> dict[str, Any]:
+def hybrid_model(rank: int) -> dict[str, Any]:
     """A hybrid model of attention, MLP and MoE layers: another class of block."""
-    from megatron.core.models.hybrid.hybrid_model import HybridModel
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
-    from megatron.core.transformer.spec_utils import import_module
 
     import megatron_r3.frameworks.router_replay  # noqa: F401
 
     start()
-    pattern = "*E*-*E"
-    made = HybridModel(
-        config(**ASKED, **FULL, num_layers=len(pattern), is_hybrid_model=True),
-        import_module(("proof.fidelity.hybrid_spec", "spec")),
-        vocab_size=64,
-        max_sequence_length=SEQUENCE,
-        hybrid_layer_pattern=pattern,
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
-    )
+    made = hybrid("*E*-*E", **ASKED, **FULL)
     seen, given = maps_of(made), targets(layers=2)
     RouterReplay.set_replay_data(given)
     RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
@@ -202,4 +191,4 @@ def hybrid(rank: int) -> dict[str, Any]:
 
 
 def test_a_hybrid_model_replays(patched: TreeWorker) -> None:
-    assert patched.run(hybrid, 1) == [{"passes": 4, "wrong": 0, "live passes that fit": 0}]
+    assert patched.run(hybrid_model, 1) == [{"passes": 4, "wrong": 0, "live passes that fit": 0}]

@@ -8,8 +8,6 @@ Shape suffixes (docs/glossary.md): K, L, N, T.
 
 from __future__ import annotations
 
-import base64
-import io
 import threading
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megatron_r3.data.engines.transformers import capture_routes
+from proof.fuzz.bodies import Answer, Choice, completions
 
 START, END = "<|start|>", "<|end|>"
 # Like the templates of models that think: tools come first, the answer of a tool is a turn of its
@@ -106,18 +105,13 @@ class ComputedEngine:
         self.answered.append((prompt, sampled))
         ids_LTK, logprobs_N = forward(self.model, [*prompt, *sampled])
         start = body.get("routed_experts_prompt_start", 0)
-        npy = io.BytesIO()
-        np.save(npy, ids_LTK.transpose(1, 0, 2)[start:-1].astype(np.uint8))
-        choice = {
-            "index": 0,
-            "text": self.tokenizer and self.tokenizer.decode(sampled, skip_special_tokens=True),
-            "prompt_token_ids": prompt,
-            "token_ids": sampled,
-            "logprobs": {"token_logprobs": logprobs_N[len(prompt) :].tolist()},
-            "routed_experts": base64.b64encode(npy.getvalue()).decode(),
-            "finish_reason": reason,
-        }
-        return {"model": body.get("model", "served"), "choices": [choice]}
+        rows = ids_LTK.transpose(1, 0, 2)[start:-1].astype(np.int32)
+        choice = Choice(sampled, logprobs_N[len(prompt) :].tolist(), rows, reason=reason)
+        made, _ = completions(Answer(prompt, prompt, [choice], body.get("model", "served")))
+        tokenizer = self.tokenizer
+        text = tokenizer and tokenizer.decode(sampled, skip_special_tokens=True)
+        made["choices"][0]["text"] = text
+        return made
 
 
 @torch.inference_mode()

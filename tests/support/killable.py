@@ -14,8 +14,6 @@ Shape suffixes (docs/glossary.md): K, L, N, T.
 
 from __future__ import annotations
 
-import base64
-import io
 import itertools
 import os
 import sys
@@ -26,6 +24,8 @@ from typing import Any
 import httpx
 import numpy as np
 from engine_server import engine
+
+from proof.fuzz.bodies import Answer, Choice, completions
 
 SESSIONS, TURNS = 16, 3
 LAYERS, EXPERTS, TOPK = 3, 8, 3  # of tiny_models.qwen
@@ -54,19 +54,10 @@ def answer(body: dict[str, Any]) -> dict[str, Any]:
     prompt = body["prompt"]
     sampled = [64 + (sum(prompt) + i) % 26 for i in range(5)] + [END_ID]  # letters
     whole = np.array([*prompt, *sampled])
-    npy = io.BytesIO()
     ids_TLK = routes_of(whole).transpose(1, 0, 2)[body.get("routed_experts_prompt_start", 0) : -1]
-    np.save(npy, np.ascontiguousarray(ids_TLK))
-    choice = {
-        "index": 0,
-        "text": None,
-        "prompt_token_ids": prompt,
-        "token_ids": sampled,
-        "logprobs": {"token_logprobs": logprobs_of(whole)[len(prompt) :].tolist()},
-        "routed_experts": base64.b64encode(npy.getvalue()).decode(),
-        "finish_reason": "stop",
-    }
-    return {"model": body["model"], "choices": [choice]}
+    logprobs = logprobs_of(whole)[len(prompt) :].tolist()
+    choice = Choice(sampled, logprobs, ids_TLK.astype(np.int32), reason="stop")
+    return completions(Answer(prompt, prompt, [choice], body["model"]))[0]
 
 
 def _session(client: httpx.Client, number: int, log: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
+from tiny_models import qwen
 
 from megatron_r3.data.engines.transformers import capture_routes
 from megatron_r3.data.rollout import Rollout, turns_of
@@ -25,23 +25,19 @@ PROMPT, TURN, TEXT, TURNS = 12, 14, 5, 3  # tokens
 
 def tiny_model(seed: int = 0) -> Any:
     """A Qwen3-MoE in float32 whose routers are as sure of their choice as trained ones are."""
-    torch.manual_seed(seed)
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=VOCABULARY,
+    return qwen(
+        seed,
         hidden_size=64,
         intermediate_size=64,
         moe_intermediate_size=32,
         num_hidden_layers=LAYERS,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
         num_experts=EXPERTS,
         num_experts_per_tok=TOPK,
         initializer_range=0.2,
         attn_implementation="eager",
-        experts_implementation="eager",
     )
-    return transformers.Qwen3MoeForCausalLM(config).eval()
 
 
 def moved(model: Any, by: float, seed: int = 1) -> Any:

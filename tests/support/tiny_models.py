@@ -8,9 +8,9 @@ import torch
 import transformers
 
 
-def qwen(**change: Any) -> Any:
+def qwen(seed: int = 3, **change: Any) -> Any:
     """A Qwen3-MoE of three layers, eight experts, top-3; `change` is of its config."""
-    torch.manual_seed(3)
+    torch.manual_seed(seed)
     config = transformers.Qwen3MoeConfig(
         **{
             "vocab_size": 64,
