@@ -5,10 +5,7 @@ Shape suffixes (docs/glossary.md): K, L, T.
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from stored import rewrite
-from training import Policy, changed_store, parse, parse_all, train, unread_options
+from training import Policy, changed_store, parse, parse_all, torchrun, train, unread_options
 
 from demo.model import arguments
 from megatron_r3.data.store import RolloutStore, SamplingSettings, write_shard
@@ -26,8 +23,6 @@ from megatron_r3.train.option_table import NOT_WITH_ROLLOUTS
 from proof.fidelity import model_options
 from proof.fidelity.rig.rank_process import RankError
 from proof.fidelity.rig.worker import TreeWorker
-
-ROOT = Path(__file__).parents[2]
 
 
 def refused(worker: TreeWorker, argv: list[str], **options: Any) -> str:
@@ -144,22 +139,6 @@ def test_megatron_r3_not_installed(patched: TreeWorker, policy: Policy) -> None:
     assert "unrecognized arguments: --rollouts" in text
 
 
-def run_script(tree: Path, argv: list[str], processes: int) -> subprocess.CompletedProcess[str]:
-    """Train as a user does: torchrun, and the script unchanged. It takes ten seconds to begin."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--local-addr", "127.0.0.1"]
-    command += ["--nproc-per-node", str(processes), "-m", "megatron_r3.cpu"]
-    env = {**os.environ, "PYTHONPATH": f"{tree}:{ROOT}"}
-    return subprocess.run(
-        [*command, str(ROOT / "demo" / "pretrain.py"), *argv],
-        env=env,
-        text=True,
-        capture_output=True,
-        timeout=120,
-        check=False,
-    )
-
-
 def train_on(
     patched: TreeWorker, argv: list[str], folder: Path, ranks: int = 1
 ) -> tuple[bool, str]:
@@ -194,7 +173,9 @@ def test_replay_without_rollouts(patched: TreeWorker, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_all_ranks_find_it_and_one_speaks(patched_tree: Path, policy: Policy) -> None:
-    done = run_script(patched_tree, policy.arguments("--moe-router-topk", "2"), processes=2)
+    done = torchrun(
+        patched_tree, "demo/pretrain.py", 2, *policy.arguments("--moe-router-topk", "2")
+    )
     assert done.returncode in (1, 2)
     ours = done.stderr.split("torch/distributed/elastic")[0]  # torchrun has a traceback of its own
     assert "Traceback" not in ours, ours
@@ -205,7 +186,9 @@ def test_all_ranks_find_it_and_one_speaks(patched_tree: Path, policy: Policy) ->
 
 @pytest.mark.slow
 def test_an_unpatched_tree_is_named_before_megatron_reads_options(megatron_tree, policy):
-    done = run_script(megatron_tree, policy.arguments("--moe-router-topk", "2"), processes=1)
+    done = torchrun(
+        megatron_tree, "demo/pretrain.py", 1, *policy.arguments("--moe-router-topk", "2")
+    )
     assert done.returncode == 1
     line = done.stderr.splitlines()[-2]
     assert line.startswith("error: --moe-router-replay")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
-from test_make import ROOT, contents
+from test_make import contents, make
 
 from megatron_r3.cli import main
 from proof.fidelity import check
@@ -29,16 +28,6 @@ def edit(file: Path, old: str, new: str) -> None:
     text = file.read_text()
     assert text.count(old) == 1, file
     file.write_text(text.replace(old, new))
-
-
-def make(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["make", "--no-print-directory", *words],
-        cwd=ROOT,
-        text=True,
-        capture_output=True,
-        check=False,
-    )
 
 
 def test_apply_check_status_revert(tree: Path) -> None:

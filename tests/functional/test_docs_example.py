@@ -5,16 +5,15 @@ Shape suffixes (docs/glossary.md): E, H, K, L, T.
 
 from __future__ import annotations
 
-import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from test_front_door import LENGTHS, drawn_routes, whole_batch
+from training import torchrun
 
 from megatron_r3 import ModelRoutes
 from proof.fidelity.rig.worker import TreeWorker
@@ -104,13 +103,8 @@ def shift_by_one(rank: int) -> None:
 
 
 def test_the_whole_program_trains(patched: TreeWorker, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--local-addr", "127.0.0.1", "--nproc-per-node", "2", "-m", "megatron_r3.cpu"]
-    done = subprocess.run(
-        [*command, str(ROOT / "demo" / "own_loop.py")],
-        env={**os.environ, "PYTHONPATH": f"{patched.tree}:{ROOT}", "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, check=True, timeout=300,
-    )  # fmt: skip
+    done = torchrun(patched.tree, "demo/own_loop.py", 2)
+    assert done.returncode == 0, done.stderr
     steps = steps_of(done.stdout)
     assert [loss for loss, _ in steps] == sorted((loss for loss, _ in steps), reverse=True)
     assert len(steps) == 3

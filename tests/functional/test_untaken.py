@@ -8,44 +8,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from router_targets import refusal, targets
 
-from megatron_r3.replay.active import MicrobatchRoutes, Mode, ReplayError, recording, replaying
+from megatron_r3.replay.active import MicrobatchRoutes, Mode, recording, replaying
 from proof.fidelity.rig.worker import TreeWorker
 from proof.fidelity.tiny import (
-    BATCH,
     FULL,
-    SEQUENCE,
     batch,
     config,
     loss_and_gradients,
     model,
+    same,
     start,
 )
-
-TOKENS = BATCH * SEQUENCE
 
 
 def routes(seed: int = 0) -> dict[int, torch.Tensor]:
     """Drawn routes of four layers: distinct ids that no live router would choose."""
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        layer: torch.rand(TOKENS, 8, generator=generator).topk(2, dim=1).indices.to(torch.uint8)
-        for layer in range(1, 5)
-    }
-
-
-def refusal(what: Callable[[], Any]) -> str:
-    try:
-        what()
-    except (ReplayError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "not refused"
-
-
-def gradients_equal(one: Any, other: Any) -> bool:
-    return torch.equal(one[0], other[0]) and all(
-        torch.equal(gradient, other[1][name]) for name, gradient in one[1].items()
-    )
+    return {n: ids_TK.to(torch.uint8) for n, ids_TK in enumerate(targets(seed), start=1)}
 
 
 def set_on_a_made_config(rank: int) -> dict[str, bool]:
@@ -60,8 +40,8 @@ def set_on_a_made_config(rank: int) -> dict[str, bool]:
     want = loss_and_gradients(at_once, replaying(MicrobatchRoutes(routes())))
     other = loss_and_gradients(at_once, replaying(MicrobatchRoutes(routes(1))))
     return {
-        "forward and recompute replay": gradients_equal(want, got),
-        "other routes show": not gradients_equal(other, got),
+        "forward and recompute replay": same(want, got),
+        "other routes show": not same(other, got),
     }
 
 
