@@ -95,7 +95,7 @@ def _one_process() -> list[Case]:
         Case("12 micro-batches of 1", 1, micro_batch_size=1),
         Case("4 micro-batches of 3", 1, micro_batch_size=3),
         Case("1 micro-batch of 12", 1, micro_batch_size=12),
-        Case("missing rows", 1, model="holes", quick=True),
+        Case("missing rows", 1, model="holes"),
         Case("dense first layer", 1, model="moonlight"),
         Case("interleaved moe_layer_freq", 1, model="interleaved"),
         Case("sigmoid, groups, bias, fp32 router", 1, model="deepseek", quick=True),
@@ -126,7 +126,7 @@ def _recompute() -> list[Case]:
         Case("full recompute, block", 1, f"{FULL} block --recompute-num-layers 2", bitwise=ONE),
         Case("recompute moe", 1, f"{SELECTIVE} moe", bitwise=ONE),
         Case("recompute layernorm", 1, f"{SELECTIVE} layernorm"),
-        Case("missing rows, full recompute", 1, f"{FULL} uniform", model="holes"),
+        Case("missing rows, full recompute", 1, f"{FULL} uniform", model="holes", quick=True),
         Case(
             "MTP, full recompute",
             1,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from slow import slow_except
-from training import Policy, fails, parts, same, steps_on, stores, train
+from training import Policy, fails, half, parts, resumed, same, steps_on, stores, train
 
 from megatron_r3.data.store import Rollout, StoreInfo, write_shard
 from megatron_r3.train import launch
@@ -58,20 +58,15 @@ def test_a_store_that_grows_trains_as_the_whole_one(patched, policy, tmp_path, w
     assert not same(want, patched.run(train, 2, control, timeout_s=120))
 
 
-@pytest.mark.parametrize("follow", slow_except([[], ["--rollouts-follow", "5"]], []))
-def test_an_interrupted_training_goes_on_at_the_next_rollout(patched, policy, tmp_path, follow):
+def test_an_interrupted_training_goes_on_at_the_next_rollout(patched, policy, tmp_path):
     info, shards = parts(policy)
     for shard in shards:  # one policy, so one version
         write_shard(tmp_path / "store", info, [replace(r, policy_version=0) for r in shard])
+    follow = ("--rollouts-follow", "5")
     whole = steps_on(policy, tmp_path / "store", 4, *follow)
     want = patched.run(train, 1, whole, timeout_s=120)
-    saved = ["--save", str(tmp_path / "saved"), "--save-interval", "2"]
-    half = [*steps_on(policy, tmp_path / "store", 4, *follow), *saved, "--exit-interval", "2"]
-    patched.run(train, 1, half, timeout_s=120)
-    again = steps_on(policy, tmp_path / "store", 4, *follow)
-    for name in ("--finetune", "--no-load-optim", "--no-load-rng"):
-        again.remove(name)
-    again[again.index("--load") + 1] = str(tmp_path / "saved")
+    saved = half(patched, policy, tmp_path / "store", tmp_path, *follow)
+    again = resumed(policy, tmp_path / "store", saved, *follow)
     assert same(want, patched.run(train, 1, again, timeout_s=120))
 
 

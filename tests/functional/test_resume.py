@@ -8,20 +8,13 @@ from pathlib import Path
 
 import pytest
 from once import Once
-from training import PART, Policy, fails, parts, resumed, same, steps_on, stores, train
+from training import PART, Policy, fails, half, parts, resumed, same, steps_on, stores, train
 
 from demo.report import series_of
 from megatron_r3.data.store import RolloutStore, write_shard
 from proof.fidelity.rig.worker import TreeWorker
 
 FOREIGN = ("0" * 16,) * 4
-
-
-def half(patched: TreeWorker, policy: Policy, store: Path, folder: Path, *more: str) -> Path:
-    """Two of four steps, saved."""
-    saved = ["--save", str(folder / "saved"), "--save-interval", "2", "--exit-interval", "2"]
-    patched.run(train, 1, steps_on(policy, store, 4, *more, *saved), timeout_s=120)
-    return folder / "saved"
 
 
 @pytest.fixture(scope="session")

@@ -1,30 +1,20 @@
-"""Training on rollouts through the patched pretrain(): what runs is what was recorded.
-
-Shape suffixes (docs/glossary.md): K, L, T.
-"""
+"""Training on rollouts through the patched pretrain(): what runs is what was recorded."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from slow import slow, slow_except
+from slow import slow_except
 from training import Policy, changed_store, train
 
-from demo.model import arguments
 from demo.report import measured
-from megatron_r3.data.store import RolloutStore, write_shard
-from megatron_r3.replay.routes import Routes
+from proof.fidelity.line_checks import LAYOUTS_OFF
+from proof.fidelity.off import train_off
 from proof.fidelity.rig.worker import TreeWorker
 from proof.fidelity.rollouts import CONTROLS
-
-EP2 = ["--expert-model-parallel-size", "2"]
-RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "uniform"]
-RECOMPUTE += ["--recompute-num-layers", "1"]
 
 
 def step(worker: TreeWorker, ranks: int, argv: list[str], folder: Path) -> dict[str, Any]:
@@ -71,37 +61,13 @@ def test_validation_between_steps_is_the_scripts_own_and_live(patched, policy, t
     assert all(torch.equal(plain[0][name], evaluated[0][name]) for name in plain[0])
 
 
-SCRIPTS_OWN = ["--micro-batch-size", "4", "--global-batch-size", "8", "--train-iters", "5"]
-SCRIPTS_OWN += ["--lr", "1e-3", "--moe-aux-loss-coeff", "1e-2", "--seed", "7"]
-SCRIPTS_OWN += ["--recompute-granularity", "selective", "--recompute-modules", "moe"]
-
-
-@pytest.mark.parametrize("layout", [[], slow(EP2)])
+@pytest.mark.parametrize("layout", slow_except(LAYOUTS_OFF, "1 process"))
 def test_option_off_is_bitwise_the_unpatched_tree(patched, unpatched, layout):
-    argv, ranks = arguments(SCRIPTS_OWN, layout), 2 if layout else 1
-    want = unpatched.run(train, ranks, argv, hidden=True, timeout_s=120)
-    got = patched.run(train, ranks, argv, hidden=True, timeout_s=120)
-    other = patched.run(train, ranks, [*argv, "--seed", "8"], hidden=True, timeout_s=120)
-    for mine, theirs, control in zip(got, want, other, strict=True):
+    ranks, more = LAYOUTS_OFF[layout]
+    want, got = (
+        worker.run(train_off, ranks, more, timeout_s=180) for worker in (unpatched, patched)
+    )
+    for (_, theirs), (before, mine) in zip(want, got, strict=True):
         assert mine.keys() == theirs.keys()
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)
-        assert not all(torch.equal(mine[name], control[name]) for name in mine)
-
-
-def test_missing_rows_are_routed_live_and_the_same_in_recompute(patched, policy, tmp_path):
-    source = RolloutStore([policy.store])
-    rollouts = [source.rollout(index) for index in range(len(source))]
-    rng = np.random.default_rng(0)
-    holes = [rng.random(rollout.routes.num_rows) < 0.3 for rollout in rollouts]
-    with_holes = [
-        replace(r, routes=Routes.from_array(r.routes.ids_LTK, 16, ~hole))
-        for r, hole in zip(rollouts, holes, strict=True)
-    ]
-    write_shard(tmp_path / "store", source.info, with_holes)
-    argv = policy.arguments(store=tmp_path / "store")
-    plain = step(patched, 1, argv, tmp_path / "plain")
-    again = step(patched, 1, [*argv, *RECOMPUTE], tmp_path / "recompute")
-    for got in (plain, again):
-        assert got["routes_dispatched_as_recorded"] == 1.0
-    assert again["loss"] == pytest.approx(plain["loss"], abs=1e-6)
-    assert again["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-4)
+        assert not all(torch.equal(mine[name], before[name]) for name in mine)

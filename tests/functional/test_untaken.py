@@ -1,4 +1,7 @@
-"""Routes that were given are taken, or there is an error: in whatever order options were set."""
+"""Routes that were given are taken, or there is an error: in whatever order options were set.
+
+Shape suffixes (docs/glossary.md): K, T.
+"""
 
 from __future__ import annotations
 

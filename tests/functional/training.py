@@ -36,12 +36,8 @@ STEP += ["--lr", "1e-3", "--moe-router-load-balancing-type", "none", "--calculat
 STEP += ["--moe-router-replay-verify-dispatch", "--moe-router-replay-log-mismatch-interval", "1"]
 
 
-def train(
-    rank: int, argv: list[str], *, hidden: bool = False, validate: bool = False
-) -> dict[str, torch.Tensor]:
+def train(rank: int, argv: list[str], *, validate: bool = False) -> dict[str, torch.Tensor]:
     """Run `pretrain()` as demo/pretrain.py does; returns this rank's weights after training."""
-    if hidden:
-        hide_megatron_r3()
     from megatron.training import get_args
 
     from demo.pretrain import Problems, datasets, forward_step
@@ -277,6 +273,13 @@ def stores(policy: Policy, folder: Path, mixed: bool = False) -> Path:
             shard = [replace(rollout, reward=i % 2) for i, rollout in enumerate(shard)]
         write_shard(folder / "store", replace(info, router_fingerprint=()), shard)
     return folder / "store"
+
+
+def half(patched: TreeWorker, policy: Policy, store: Path, folder: Path, *more: str) -> Path:
+    """Two of four steps, saved."""
+    saved = ["--save", str(folder / "saved"), "--save-interval", "2", "--exit-interval", "2"]
+    patched.run(train, 1, steps_on(policy, store, 4, *more, *saved), timeout_s=120)
+    return folder / "saved"
 
 
 def resumed(policy: Policy, store: Path, saved: Path, *more: str) -> list[str]:
