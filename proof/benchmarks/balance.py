@@ -7,7 +7,9 @@ ways: without guest slots, with slots that stay empty, and with guests. The tabl
 the busiest rank divided by the mean load, and what planning and sending cost for a micro-batch and
 rank. The table also has the wall time of a step, the longest CPU time of a rank, and the longest
 CPU time of a rank inside its MoE layers. These three are divided by the same time of the steps
-without slots in the same round. Exit status 1: the load with guests is above the limit of the case.
+without slots in the same round. The mean over the ranks of the CPU time inside MoE layers without
+slots is the least that the slowest rank would need if tokens were spread evenly and guests cost
+nothing. Exit status 1: the load with guests is above the limit of the case.
 
 Shape suffixes (docs/glossary.md): L, R.
 """
@@ -59,24 +61,27 @@ class Case(NamedTuple):
     Attributes:
         share: the first rank's share of the load; 1 / ep is even.
         limit: the most that the busiest rank's load with guests, divided by the mean load, may be.
+        sequence: tokens of a rollout; a micro-batch has four rollouts.
     """
 
     ep: int
     slots: int
     share: float
     limit: float
+    sequence: int = 128
 
 
 CASES = {
     "EP2, 75 %, 2 slots": Case(2, 2, 0.75, 1.02),
+    "EP2, 75 %, 4 times the tokens, 2 slots": Case(2, 2, 0.75, 1.02, sequence=512),
     "EP4, 55 %, 1 slot": Case(4, 1, 0.55, 1.05),
     "EP2, even, 2 slots": Case(2, 2, 0.5, 1.02),
 }
-LAYERS, EXPERTS, TOPK, SEQUENCE = 2, 16, 4, 128
+LAYERS, EXPERTS, TOPK = 2, 16, 4
 # wide experts, because guests move only the time of experts to other ranks
 WIDE = f"""
---num-layers {LAYERS} --hidden-size 256 --moe-ffn-hidden-size 512 --seq-length {SEQUENCE}
---max-position-embeddings {SEQUENCE} --moe-router-replay-guest-tokens 1 --rollouts-policy any
+--num-layers {LAYERS} --hidden-size 256 --moe-ffn-hidden-size 512
+--moe-router-replay-guest-tokens 1 --rollouts-policy any
 """.split()
 
 
@@ -84,10 +89,12 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
     """The rows of every case."""
     with patched_worker() as (worker, tree, folder):
         for name, case in args.cases.items():
-            store = folder / f"{case.ep}-{case.share}"
+            store = folder / name
             routes_of(case, store)
             more = ["--expert-model-parallel-size", str(case.ep), "--rollouts", str(store)]
             more += ["--moe-router-replay-guest-slots", str(case.slots)]
+            more += ["--seq-length", str(case.sequence)]
+            more += ["--max-position-embeddings", str(case.sequence)]
             argv, limit_s = [*CPU_ARGS, *SHAPE, *WIDE, *more], 600 + 60 * args.rounds
             found = worker.run(timed, case.ep, argv, args.rounds, timeout_s=limit_s)
             yield from each(summarise(found), case=name, **case._asdict(), tree=tree)
@@ -101,7 +108,8 @@ def routes_of(case: Case, store: Path) -> None:
     """
     rng = np.random.default_rng(0)
     log_weights = _with_shares(rng.standard_normal((LAYERS, 1, EXPERTS)), case, rng)
-    write_store(store, [_drawn(log_weights, SEQUENCE, rng) for _ in range(ROLLOUTS)], "made up")
+    routes = [_drawn(log_weights, case.sequence, rng) for _ in range(ROLLOUTS)]
+    write_store(store, routes, "made up")
 
 
 def _drawn(log_weights: np.ndarray, tokens: int, rng: np.random.Generator) -> np.ndarray:
@@ -139,6 +147,8 @@ def summarise(results: list[dict[str, Any]]) -> Iterator[Row]:
         for name in ("wall", "cpu", "layer"):
             row[f"{name}_ms"] = median_ms(first[f"{name}_s"][way])
             row[f"{name}_of_off"] = compared_to_first(first[f"{name}_s"], way)
+        if way == OFF:
+            row["even_of_off"] = median_ms(first["even_s"]) / row["layer_ms"]
         if way == GUESTS:
             row["guests"] = sum(result["guests"] for result in results) / len(results)
             row["bytes"] = sum(result["bytes"] for result in results) / len(results)
@@ -166,6 +176,7 @@ BENCH = Bench(
         "wall / off": ratio("wall_of_off"),
         "CPU / off": ratio("cpu_of_off"),
         "CPU in MoE layers / off": ratio("layer_of_off"),
+        "mean of ranks / off": number("even_of_off", ".3f"),
         "planning, ms": number("planning_ms", ".2f"),
         "guests": number("guests", ".1f"),
         "sent, MB": number("bytes", ".2f", 1e-6),
@@ -185,6 +196,7 @@ def timed(rank: int, argv: list[str], most: int) -> dict[str, Any]:
     """Train a model with guest slots; the steps take the ways in turn."""
     rounds, spent, layers = Rounds(most, WAYS), Spent(), list[_Layer]()
     layer_s: dict[str, list[float]] = {way: [] for way in rounds.ways}
+    even_s: list[float] = []
     before = 0.0
 
     def built(models: list[torch.nn.Module]) -> None:
@@ -202,9 +214,13 @@ def timed(rank: int, argv: list[str], most: int) -> dict[str, Any]:
 
     def end() -> None:
         busiest = torch.tensor(spent.layers_s - before, dtype=torch.float64)
+        total = busiest.clone()
         torch.distributed.all_reduce(busiest, torch.distributed.ReduceOp.MAX)
+        torch.distributed.all_reduce(total)
         if rounds.timing:
             layer_s[rounds.way()].append(float(busiest))
+            if rounds.way() == OFF:
+                even_s.append(float(total) / torch.distributed.get_world_size())
 
     result = train_in_turn(
         argv,
@@ -218,6 +234,7 @@ def timed(rank: int, argv: list[str], most: int) -> dict[str, Any]:
     return {
         **result,
         "layer_s": layer_s,
+        "even_s": even_s,
         "load": spent.load,
         "guests": spent.guests / spent.plans[GUESTS],
         "bytes": spent.bytes / spent.plans[GUESTS],
