@@ -207,12 +207,9 @@ def prompt_array(asked: Any, returned: Any, hint: str) -> np.ndarray:
     if asked is None:
         return token_array(returned, "prompt_token_ids")
     prompt = token_array(asked, "prompt")
-    is_same = type(asked) is type(returned) is list and asked == returned  # the usual case: fast
-    if (
-        returned is not None
-        and not is_same
-        and not np.array_equal(prompt, token_array(returned, "prompt_token_ids"))
-    ):
+    if returned is None or (type(asked) is type(returned) is list and asked == returned):
+        return prompt  # lists are compared in a moment, arrays have to be made
+    if not np.array_equal(prompt, token_array(returned, "prompt_token_ids")):
         raise EngineError(
             "prompt_token_ids are not the prompt of the request: the server cut or changed the "
             "prompt, or this response belongs to another request"
