@@ -120,11 +120,12 @@ class Engine(Protocol):
 
 
 class EnginePolicy:
-    """Refuses a policy version that two versions of the engine's weights sampled.
+    """Refuses rollouts of one policy version that two versions of the engine's weights sampled.
 
     An engine may report the version of its weights: SGLang in each response and at /model_info,
-    vLLM at /weight_info if the server takes new weights, and from 0.32 on in responses. The first
-    version that is reported is kept and stored. A later response may report no other.
+    vLLM at /weight_info if the server takes new weights, and from 0.32 on in responses. A store
+    keeps the first version that is reported, and a later response may report no other. If the store
+    has shards without a version, no response may report one.
 
     Args:
         shelf: writes the shards, and the version into their headers.

@@ -31,7 +31,7 @@ _MAY_BE_OF = {
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample: the same for every request, except that each sample has its own seed.
+    """How to sample. Each sample has a seed of its own; an agent may ask for fewer tokens.
 
     Attributes:
         max_tokens: the largest number of tokens of a response.

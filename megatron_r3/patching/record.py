@@ -9,7 +9,8 @@ later megatron-r3 that has other patches. The record lies in the tree:
                               not see the file, and neither git clean nor git stash removes it
     .megatron-r3.json         at the top of any other tree
 
-A copy of the whole folder takes the record along; a git clone does not.
+A copy of the folder takes the record along, unless the folder is a submodule or a linked work tree:
+its git directory lies elsewhere. A git clone has no record.
 """
 
 from __future__ import annotations

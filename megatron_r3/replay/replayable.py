@@ -149,8 +149,8 @@ def refusals(config: Any, upstream: Any = None) -> list[str]:
 def modules_without_router(config: Any) -> list[str] | None:
     """The modules that CUDA graphs may still capture once they leave the router out.
 
-    None means that no graph of this config captures the router. An empty list means that the graphs
-    capture nothing but the router. Example: `["attn"]` for the modules attn, moe_router and
+    None means that no graph of this config captures the router. An empty list means that no module
+    can stay captured. Example: `["attn"]` for the modules attn, moe_router and
     moe_preprocess, and for a whole layer, which the config writes as an empty list.
 
     Args:
