@@ -14,7 +14,6 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
-from recording import recording
 from training import Policy, trained_with
 
 from demo import megatron_server, task
@@ -98,6 +97,8 @@ def test_collect_stores_what_the_server_samples(url: str, policy: Policy, tmp_pa
 
 
 def test_a_session_of_three_turns_has_the_rows_of_one_forward_pass(url, policy, tmp_path):
+    from recording import recording  # ranks import this file, and do not have tests/support
+
     ids = list(task.problem(10_000_000)[0])
 
     async def turns() -> None:

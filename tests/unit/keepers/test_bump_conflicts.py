@@ -1,5 +1,6 @@
 """A bump that stops: what is said, what lies in the checkout, and how it goes on."""
 
+import os
 import re
 import subprocess
 
@@ -42,7 +43,12 @@ def test_a_conflict_gives_five_lines_and_a_checkout_to_work_in(upstream, tmp_pat
     git("checkout", "--quiet", "-f", cwd=work)
     apply = "git am --show-current-patch=diff | git apply --3way"
     assert apply in lines[4]
-    done = subprocess.run(apply, shell=True, cwd=work, capture_output=True, check=False)
+    env = {
+        **os.environ,
+        "GIT_COMMITTER_NAME": "A Person",
+        "GIT_COMMITTER_EMAIL": "person@example.com",
+    }
+    done = subprocess.run(apply, shell=True, cwd=work, env=env, capture_output=True, check=False)
     text = (work / ROUTER).read_text()
     assert text.count("<<<<<<< ours\n") == 1, done.stderr
     (conflict,) = re.findall(r"<<<<<<< ours\n.*>>>>>>> theirs\n", text, re.S)
