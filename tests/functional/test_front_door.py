@@ -79,6 +79,10 @@ def replayed(
     start(**groups)
     gpt = model(config(moe_router_replay_verify_plan=True, **sizes))
     fill(gpt)
+    with torch.no_grad():  # smaller weights, so that another order of sums changes less than 1e-6
+        for name, weight in gpt.named_parameters():
+            scale = 0.9 if "router" in name else 0.3
+            weight.fill_(1) if weight.dim() < 2 else weight.mul_(0.2 / scale)
     model_routes = ModelRoutes(gpt)
     whole = whole_batch()
     part = model_routes.layout.split(whole, whole)
@@ -118,7 +122,7 @@ def test_every_layout_is_one_process(patched: TreeWorker, layout: str) -> None:
     for layer, gradient in want["gradients"].items():
         parts = [r["gradients"][layer] for r in (results if split else results[:1])]
         got = torch.stack(parts).sum(0)
-        assert torch.allclose(got, gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max()))
+        assert torch.allclose(got, gradient, rtol=1e-4, atol=1e-6 * float(gradient.abs().max()))
     assert all(result["planned"] == [1, 2, 3, 4] for result in results)
     if split:
         for layer, counts in want["mismatch"].items():
