@@ -26,7 +26,7 @@ from megatron_r3.data.store import RolloutStore, StoreInfo, write_shard
 from megatron_r3.train import announce, refuse
 from megatron_r3.train.one_look import Place
 from megatron_r3.train.open_store import open_store
-from proof.fidelity.rig.rank_process import RankProcess
+from proof.fidelity.rig.rank_process import RankError, RankProcess
 
 ENDS_S = 60.0  # how long an answer may take on a busy machine
 UNSTAMPED = StoreInfo(16, 4, (1, 2, 5), "vllm", "0.30.0")
@@ -293,6 +293,18 @@ def test_a_damaged_head_of_a_new_shard_ends_all_ranks(folder: Path, begin: Begin
     for one in ranks.ask_all("wait", 4):
         assert one["error"].startswith(f"{folder / shard(2)}: ")
     assert ranks.ask(1, "read", 3)["result"] == tokens_of(3)
+
+
+def test_a_damaged_head_of_the_first_shard_ends_all_ranks(tmp_path: Path, begin: Begin) -> None:
+    (tmp_path / "s").mkdir()
+    path = damaged(tmp_path / "s", 0)
+    ranks = begin()
+    for process in ranks.processes:
+        with pytest.raises(RankError, match="SystemExit: 1"):
+            process.result()
+    outputs = [process.log.read_text() for process in ranks.processes]
+    assert [line for line in outputs[0].splitlines() if line.startswith(f"error: {path}: ")]
+    assert "error:" not in outputs[1]
 
 
 def gap(folder: Path, number: int) -> None:
